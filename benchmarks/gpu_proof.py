@@ -6,11 +6,12 @@ The arms run in the order of their value, each in a process of its own, and each
 to a file of its own when it ends: whatever cuts the time off loses one arm. The same command goes
 on where it stopped. First come the tests that no GPU has shown, then three rounds of the goals that
 are open, then the rest of tests/gpu, and last the loop under max-autotune, which compiles for
-minutes. What Inductor and Triton have compiled is kept beside the results, by card and versions:
-carry that folder to the next machine of its kind.
+minutes. Each card, with its versions of torch and CUDA, has a folder of its own, for the results
+and for what Inductor and Triton have compiled: carry it to the next machine of its kind.
 
-After each arm the section of RESULTS_GPU.md is written anew. `--rehearse` goes through all of it
-with small sizes and without compiling, for tests on simulated GPUs; its results say so.
+After each arm that card's section of RESULTS_GPU.md is written anew. `--rehearse` goes through all
+of it with small sizes and without compiling, for tests on simulated GPUs; its results say so, and
+are kept apart.
 """
 
 from __future__ import annotations
@@ -39,7 +40,6 @@ from benchmarks.table import Goal, paired
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/RESULTS_GPU.md"
-BEGIN, END = "<!-- gpu-proof: begin -->", "<!-- gpu-proof: end -->"
 ROUNDS = 3
 SMALL = Size(batch=2, pixels=32, classes=10, warm_up=2, steps=6, model="resnet18")
 # RESULTS_GPU.md says what was not seen: these come first.
@@ -58,10 +58,12 @@ REST = "the rest of tests/gpu"
 
 @dataclass(frozen=True)
 class ArmResult:
-    """What one arm has shown: a rate (`value` in `unit`), or how tests ended (`outcome`)."""
+    """What one arm has shown: a rate (`value` in `unit`), or how tests ended (`outcome`), with the
+    commit of distdl."""
 
     arm: str
     seconds: float
+    commit: str
     value: float = 0.0
     unit: str = ""
     outcome: str = ""
@@ -104,11 +106,13 @@ class Place:
         started = time.monotonic()
         if arm.kind in UNSEEN or arm.kind == REST:
             outcome, note = tested(arm.kind, self.rehearsal)
-            return ArmResult(arm.name, time.monotonic() - started, outcome=outcome, note=note)
+            seconds = time.monotonic() - started
+            return ArmResult(arm.name, seconds, commit(), outcome=outcome, note=note)
         value = self._rate(arm.kind)
         note = "replaced: nothing was compiled" if self.rehearsal and arm.kind in COMPILES else ""
         seconds = time.monotonic() - started
-        return ArmResult(arm.name, seconds, value, UNITS.get(arm.kind, "img/s"), note=note)
+        unit = UNITS.get(arm.kind, "img/s")
+        return ArmResult(arm.name, seconds, commit(), value, unit, note=note)
 
     def _rate(self, kind: str) -> float:
         from distdl.tools.measure import limits
@@ -152,9 +156,25 @@ def tested(which: str, rehearsal: bool) -> tuple[str, str]:
     return outcome, "; ".join([last, *failed])
 
 
+def commit() -> str:
+    """Of distdl, with a + if files have changed since; "unknown" without git."""
+    command = ["git", "describe", "--always", "--exclude=*", "--dirty=+"]
+    with suppress(OSError):
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        return done.stdout.strip() or "unknown"
+    return "unknown"
+
+
+def kind_of_machine(rehearsal: bool) -> str:
+    """The card and the versions, as a file's name: results of others are no results of it."""
+    card = re.sub(r"[^A-Za-z0-9]+", "-", torch.cuda.get_device_name())
+    start = "rehearsal-" if rehearsal else ""
+    return f"{start}{card}-torch{torch.__version__}-cuda{torch.version.cuda}"
+
+
 @dataclass(frozen=True)
 class ProofFolder:
-    """The results of all tries, a file each, and what was compiled."""
+    """The results of all tries on a kind of machine, a file each, and what was compiled there."""
 
     path: Path
     rounds: int = ROUNDS
@@ -178,9 +198,8 @@ class ProofFolder:
         part.replace(self.file(arm))
 
     def caches(self) -> dict[str, str]:
-        """Variables that keep what Inductor and Triton compile, by card and versions."""
-        card = torch.cuda.get_device_name().replace(" ", "-")
-        kept = self.path / "compiled" / f"{card}-torch{torch.__version__}-cuda{torch.version.cuda}"
+        """Variables that keep what Inductor and Triton compile."""
+        kept = self.path / "compiled"
         folders = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
         return {variable: str(kept / name) for variable, name in folders.items()}
 
@@ -194,7 +213,7 @@ def prove(folder: ProofFolder, minutes: float, results: Path, rehearse: bool) ->
         if left < arm.seconds and not rehearse:
             print(f"no time   {arm.name}: {left:.0f} s are left", flush=True)
             continue
-        command = [sys.executable, "-m", "benchmarks.gpu_proof", "--to", str(folder.path)]
+        command = [sys.executable, "-m", "benchmarks.gpu_proof", "--to", str(folder.path.parent)]
         command += ["--arm", arm.name, *(["--rehearse"] if rehearse else [])]
         print(f"running   {arm.name}", flush=True)
         if not ended(command, {**os.environ, **folder.caches()}, left):
@@ -218,12 +237,14 @@ def ended(command: Sequence[str], env: Mapping[str, str], seconds: float) -> boo
 
 
 def write(folder: ProofFolder, results: Path, rehearsal: bool) -> None:
-    """Replaces the section of a document that holds these results; the rest of it stays."""
+    """Replaces the section of a document that holds these results; the rest of it stays, also the
+    sections of other cards."""
+    begin, end = (f"<!-- gpu-proof {folder.path.name}: {edge} -->" for edge in ("begin", "end"))
     text = results.read_text(encoding="utf-8") if results.exists() else "# Results on a GPU\n"
-    section = "\n".join([BEGIN, *lines(folder, rehearsal), END])
-    if BEGIN in text:
-        before, _, rest = text.partition(BEGIN)
-        text = before + section + rest.partition(END)[2]
+    section = "\n".join([begin, *lines(folder, rehearsal), end])
+    if begin in text:
+        before, _, rest = text.partition(begin)
+        text = before + section + rest.partition(end)[2]
     else:
         text = f"{text.rstrip()}\n\n{section}\n"
     results.write_text(text, encoding="utf-8")
@@ -232,12 +253,13 @@ def write(folder: ProofFolder, results: Path, rehearsal: bool) -> None:
 def lines(folder: ProofFolder, rehearsal: bool) -> Iterator[str]:
     known = folder.arms
     shown = {arm: result for arm in known if (result := folder.result(arm)) is not None}
-    yield "## make gpu-proof"
+    yield f"## make gpu-proof, {torch.cuda.get_device_name()}"
     yield ""
     if rehearsal:
         yield "**A rehearsal: simulated GPUs, small sizes. No number here is one of a GPU.**"
         yield ""
-    yield f"{machine()}. {len(shown)} of {len(known)} arms have ended."
+    commits = ", ".join(sorted({result.commit for result in shown.values()}))
+    yield f"{machine()}. {len(shown)} of {len(known)} arms have ended, of distdl at {commits}."
     yield ""
     rates: dict[str, list[float]] = {}
     for arm, result in shown.items():
@@ -317,7 +339,7 @@ def main() -> int:
     if not gpu.available():
         print("gpu-proof needs an NVIDIA GPU, and torch sees none on this machine", file=sys.stderr)
         return 2
-    folder = ProofFolder(options.to.absolute(), options.rounds)
+    folder = ProofFolder(options.to.absolute() / kind_of_machine(options.rehearse), options.rounds)
     folder.path.mkdir(parents=True, exist_ok=True)
     if options.arm:
         (arm,) = (each for each in folder.arms if each.name == options.arm)

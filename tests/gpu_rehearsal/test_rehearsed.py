@@ -239,13 +239,14 @@ def test_measures_a_step(strategy, size, machine, tmp_path):
 @pytest.mark.skipif(not MATRIX, reason="make matrix")
 def test_the_proof_on_one_gpu_goes_to_its_end_and_goes_on(machine, tmp_path):
     """make gpu-proof: small, and nothing is compiled; its results say so."""
-    folder = gpu_proof.ProofFolder(tmp_path / "proof", rounds=1)
     command = [sys.executable, "-m", "benchmarks.gpu_proof", "--rehearse", "--rounds", "1"]
-    command += ["--to", str(folder.path)]
+    command += ["--to", str(tmp_path / "proof")]
     options = {"cwd": ROOT, "env": machine.environment(2), "text": True, "capture_output": True}
     done = subprocess.run(command, **options, timeout=1500)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "lost" not in done.stdout, done.stdout + done.stderr
+    (path,) = (tmp_path / "proof").glob("rehearsal-*")
+    folder = gpu_proof.ProofFolder(path, rounds=1)
     files = {folder.file(arm) for arm in gpu_proof.arms(devices=2, rounds=1)}
     assert files == {*folder.path.glob("*.json")}
     text = (folder.path / "RESULTS_GPU.md").read_text()

@@ -145,8 +145,15 @@ def proof(monkeypatch, tmp_path):
     """The results of a GPU's arms, of which none has run."""
     monkeypatch.setattr(gpu_proof, "machine", lambda: "one GPU")
     monkeypatch.setattr(gpu_proof.torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(gpu_proof.torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     monkeypatch.setattr(gpu_proof.ProofFolder, "caches", lambda self: {})
-    return gpu_proof.ProofFolder(tmp_path, rounds=2)
+    return folder_of_card(tmp_path)
+
+
+def folder_of_card(tmp_path, rehearsal=False):
+    path = tmp_path / gpu_proof.kind_of_machine(rehearsal)
+    path.mkdir(exist_ok=True)
+    return gpu_proof.ProofFolder(path, rounds=2)
 
 
 def test_the_proof_on_a_gpu_goes_on_where_it_was_cut_off(proof, tmp_path, monkeypatch):
@@ -159,7 +166,7 @@ def test_the_proof_on_a_gpu_goes_on_where_it_was_cut_off(proof, tmp_path, monkey
         if len(started) == 5:  # the machine is gone in the middle of this one
             proof.file(arm).write_text('{"arm": "rou')
             raise KeyboardInterrupt
-        proof.keep(arm, gpu_proof.ArmResult(name, 1.0, 100.0, "img/s"))
+        proof.keep(arm, gpu_proof.ArmResult(name, 1.0, "c0ffee", 100.0, "img/s"))
         return True
 
     monkeypatch.setattr(gpu_proof, "ended", ended)
@@ -173,9 +180,27 @@ def test_the_proof_on_a_gpu_goes_on_where_it_was_cut_off(proof, tmp_path, monkey
     assert started == [*names[:5], *names[4:]], "what had ended was not run again"
     text = results.read_text()
     assert text.startswith("# Mine\n")
-    assert text.count(gpu_proof.BEGIN) == 1
+    assert text.count(": begin -->") == 1
+    assert "arms have ended, of distdl at c0ffee." in text
     gpu_proof.prove(proof, 60, results, rehearse=False)
     assert results.read_text() == text
+
+
+def test_results_of_another_card_and_of_a_rehearsal_are_kept_apart(proof, tmp_path, monkeypatch):
+    first = proof.arms[0]
+    results = tmp_path / "RESULTS_GPU.md"
+    proof.keep(first, gpu_proof.ArmResult(first.name, 1.0, "c0ffee", outcome="passed"))
+    gpu_proof.write(proof, results, rehearsal=False)
+    assert folder_of_card(tmp_path).result(first) is not None
+    assert folder_of_card(tmp_path, rehearsal=True).result(first) is None
+    monkeypatch.setattr(gpu_proof.torch.cuda, "get_device_name", lambda: "Tesla T4 <b>")
+    other = folder_of_card(tmp_path)
+    assert other.result(first) is None, "another card has shown nothing yet"
+    assert other.path.name.startswith("Tesla-T4-b--torch")
+    gpu_proof.write(other, results, rehearsal=False)
+    text = results.read_text()
+    assert text.count(": begin -->") == 2
+    assert "| passed |" in text, "what the first card has shown stays"
 
 
 def test_the_proof_on_a_gpu_starts_nothing_for_which_no_time_is_left(proof, tmp_path, capsys):
