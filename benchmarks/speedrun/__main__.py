@@ -20,7 +20,7 @@ from pathlib import Path
 
 import yaml
 
-from benchmarks.speedrun import folds
+from benchmarks.speedrun import folds, table
 from benchmarks.speedrun.training import Trained, add_seeds, trained
 from benchmarks.table import turned
 
@@ -51,11 +51,6 @@ class Row:
     why: str = ""
 
 
-def deviation(values: Sequence[float]) -> float:
-    """The standard deviation of a sample; 0 of a single value."""
-    return statistics.stdev(values) if len(values) > 1 else 0.0
-
-
 def rows(file: Path = RECORDS) -> list[Row]:
     """The rows of records.yaml, oldest first."""
     content = yaml.safe_load(file.read_text(encoding="utf-8"))
@@ -83,7 +78,7 @@ def _figures(record: Row) -> tuple[str, str]:
         return "not measured yet", ""
     percent = [100 * each for each in record.accuracy]
     seeds = ", ".join(f"{each:.1f}" for each in percent)
-    accuracy = f"{statistics.mean(percent):.1f} ± {deviation(percent):.1f} % ({seeds})"
+    accuracy = f"{statistics.mean(percent):.1f} ± {table.deviation(percent):.1f} % ({seeds})"
     return accuracy, f"{statistics.mean(record.cpu):.2f}"
 
 
@@ -92,8 +87,7 @@ def verdict(record: Row, arms: Mapping[str, Sequence[Trained]]) -> tuple[str, bo
     states, and CPU time within the budget.
 
     The spread of a difference between two means of n seeds each is the seeds' standard deviation
-    times the square root of 2 / n; twice that covers chance. Three seeds may agree by chance, so
-    their deviation counts as at least half a point.
+    times the square root of 2 / n; twice that covers chance.
 
     Raises:
         ValueError: The row has no figures yet.
@@ -105,7 +99,7 @@ def verdict(record: Row, arms: Mapping[str, Sequence[Trained]]) -> tuple[str, bo
     mean = statistics.mean(accuracies)
     ratio = sum(each.cpu for each in ours) / sum(each.cpu for each in first)
     stated = statistics.mean(record.accuracy)
-    spread = max(deviation(record.accuracy), deviation(accuracies), 0.005)
+    spread = max(table.spread(record.accuracy), table.spread(accuracies))
     least = stated - 2 * spread * (2 / len(accuracies)) ** 0.5
     holds = mean >= least and ratio <= BUDGET
     lines = [

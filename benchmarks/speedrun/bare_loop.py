@@ -262,17 +262,19 @@ def verdict(ours: Sequence[Any], loop: Sequence[Any]) -> tuple[str, bool]:
     CPU time above the limit decides nothing if runs of the same recipe differ by more than the
     share that the limit allows.
     """
+    from benchmarks.speedrun import table  # imports distdl, which no rank of the loop does
+
     accuracies = [each.accuracy for each in ours]
     mean, others = statistics.mean(accuracies), statistics.mean(each.accuracy for each in loop)
-    spread = statistics.stdev(accuracies) if len(accuracies) > 1 else 0.0
+    spread = table.spread(accuracies)
     accurate = mean >= others - spread
     ratio = sum(each.cpu for each in ours) / sum(each.cpu for each in loop)
     apart = max(longest_by_shortest(ours), longest_by_shortest(loop))
     undecided = ratio > MOST and apart > MOST
     said = f", undecided: equal runs differ by up to {apart:.3f}" if undecided else ""
     lines = (
-        f"accuracy: {100 * mean:.1f} ± {100 * spread:.1f} %, the loop's {100 * others:.1f} %: "
-        f"{'not lower' if accurate else 'lower'} by more than the spread",
+        f"accuracy: {100 * mean:.1f} %, the loop's {100 * others:.1f} %: "
+        f"{'not lower' if accurate else 'lower'} by more than the spread of {100 * spread:.1f}",
         f"CPU time: {ratio:.3f} of the loop's (at most {MOST}){said}",
     )
     return "\n".join(lines), accurate and (ratio <= MOST or undecided)

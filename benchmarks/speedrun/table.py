@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.speedrun.training import Trained
@@ -56,6 +56,16 @@ def compared(idea: Mapping[Place, Trained], other: Mapping[Place, Trained]) -> C
 def standard_error(values: list[float]) -> float | None:
     """Of their mean; None for a single value."""
     return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+
+
+def deviation(values: Sequence[float]) -> float:
+    """The standard deviation of a sample; 0 of a single value."""
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def spread(accuracies: Sequence[float]) -> float:
+    """The standard deviation of seeds. Few may agree by chance, so it is at least half a point."""
+    return max(deviation(accuracies), 0.005)
 
 
 def row(name: str, other: str | None, result: Compared | None) -> str:
