@@ -143,9 +143,10 @@ def main(typed: Sequence[str] | None = None) -> int:
         root = folds.link((args.results / "photographs").resolve(), splits)
         names = list(dict.fromkeys([FIRST, record.experiment]))
         arms: dict[str, list[Trained]] = {name: [] for name in names}
+        number = 0
         for seed in range(args.seeds):
             for name in turned(names, seed):
-                number = sum(map(len, arms.values())) + 1
+                number += 1
                 of = f"training {number} of {args.seeds * len(names)}"
                 say(f"{of}: {name}, seed {seed} (about 4 minutes on two idle cores)")
                 at = args.results / f"{name}-seed{seed}.json"

@@ -87,7 +87,7 @@ def warn_of_slow_bf16(accelerator: str, precision: str | int | None) -> None:
                 precision,
                 ratio,
             )
-    elif not torch.cuda.is_bf16_supported(including_emulation=False):
+    elif accelerator == "gpu" and not torch.cuda.is_bf16_supported(including_emulation=False):
         log.warning(
             "trainer.precision=%s: a %s has no bf16 arithmetic (GPUs from 2020 on have), so steps "
             "will be slow or fail; write trainer.precision=16-mixed, or 32-true with "

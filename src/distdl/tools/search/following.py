@@ -54,7 +54,7 @@ def read_on(trial: SearchTrial) -> None:
         if job := trial.job:
             trial.curve.bring(job)
     except (OSError, UserError) as error:
-        trial.unseen = trouble(trial, "followed", error, said=bool(before))
+        trial.unseen = _trouble(trial, "followed", error, said=bool(before))
 
 
 def tell(trial: SearchTrial, word: Word) -> None:
@@ -64,7 +64,7 @@ def tell(trial: SearchTrial, word: Word) -> None:
     try:
         trial.say(word)
     except (OSError, UserError) as error:
-        trial.unheard = trouble(trial, "told", error, said=bool(before))
+        trial.unheard = _trouble(trial, "told", error, said=bool(before))
 
 
 def fetch(trial: SearchTrial) -> bool:
@@ -94,7 +94,7 @@ def fetch(trial: SearchTrial) -> bool:
     return True
 
 
-def trouble(trial: SearchTrial, done: str, error: OSError | UserError, *, said: bool) -> str:
+def _trouble(trial: SearchTrial, done: str, error: OSError | UserError, *, said: bool) -> str:
     """Why a trial cannot be followed or told now, which is said once until it has gone."""
     reason = error.problems[0].what if isinstance(error, UserError) else str(error)
     if not said:
