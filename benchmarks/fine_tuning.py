@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.speedrun import folds
-from benchmarks.speedrun.training import Trained, trained
+from benchmarks.speedrun.training import Trained, one_message, trained
 from benchmarks.table import Goal
 
 CLASSES = 5
@@ -164,11 +164,9 @@ def main() -> None:
     if not args.photographs:
         parser.error("--photographs says where they are")
     to = args.to.resolve()
-    try:
+    with one_message(parser):
         first, second = divided(to / "links", args.lists, args.photographs)
-    except ValueError as error:
-        parser.error(str(error))
-    print(markdown(measured(to, first, second)))
+        print(markdown(measured(to, first, second)))
 
 
 if __name__ == "__main__":

@@ -199,15 +199,12 @@ def train_both_ranks(file: str) -> None:
 
 def by_hand(at: Path, root: Path, arguments: Sequence[str], seed: int) -> Any:
     """As `training.trained`, by the loop."""
-    from benchmarks.speedrun.training import Trained, cpu_of
+    from benchmarks.speedrun.training import Trained, cpu_of, known
 
     plan = plan_of(arguments, root, seed)
     said = [*arguments, "the bare loop", f"seed={seed}"]
-    if at.is_file():
-        known = Trained(**json.loads(at.read_text(encoding="utf-8")))
-        if known.arguments != said:
-            raise ValueError(f"{at} is of a training with other arguments: remove the file")
-        return known
+    if (before := known(at, said)) is not None:
+        return before
     folder = at.with_suffix(".run")
     folder.mkdir(parents=True, exist_ok=True)
     plan["result"] = str(folder / "result.json")
@@ -223,7 +220,7 @@ def by_hand(at: Path, root: Path, arguments: Sequence[str], seed: int) -> Any:
 
 def main(typed: Sequence[str] | None = None) -> int:
     from benchmarks.speedrun import folds, ideas
-    from benchmarks.speedrun.training import add_seeds, trained
+    from benchmarks.speedrun.training import add_seeds, one_message, trained
 
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.speedrun.bare_loop",
@@ -233,7 +230,7 @@ def main(typed: Sequence[str] | None = None) -> int:
     folds.add_photographs(parser)
     add_seeds(parser)
     args = parser.parse_args(typed)
-    try:
+    with one_message(parser):
         said = ideas.arguments(ideas.read(), args.idea)
         splits = {
             "train": folds.found(args.lists / "train.txt", args.photographs),
@@ -249,8 +246,6 @@ def main(typed: Sequence[str] | None = None) -> int:
                 done[name].append(arms[name](at, root, said, seed))
                 last = done[name][-1]
                 print(f"{name}, seed {seed}: {100 * last.accuracy:.1f} %, {last.cpu:.0f} CPU s")
-    except ValueError as error:
-        parser.error(str(error))
     text, passes = verdict(done[args.idea], done["loop"])
     print(text)
     return 0 if passes else 1

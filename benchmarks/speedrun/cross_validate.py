@@ -13,7 +13,6 @@ where it was cut off. An idea and what it builds on take turns, fold by fold. A 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -21,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.speedrun import folds, ideas, table
-from benchmarks.speedrun.training import Trained, trained
+from benchmarks.speedrun.training import Trained, one_message, read, trained
 from benchmarks.table import turned
 
 MEASURED = Path(__file__).with_name("measured")
@@ -42,8 +41,7 @@ def known(measured: Path) -> dict[str, dict[table.Place, Trained]]:
     for file in sorted(measured.glob("*.json")):
         if of := place_of(file):
             name, place = of
-            result = Trained(**json.loads(file.read_text(encoding="utf-8")))
-            found.setdefault(name, {})[place] = result
+            found.setdefault(name, {})[place] = read(file)
     return found
 
 
@@ -71,7 +69,7 @@ def main(typed: Sequence[str] | None = None) -> None:
     parser.add_argument("--links", type=Path, default=LINKS, help="where the folds are linked")
     parser.add_argument("--alone", action="store_true", help="not what an idea is compared with")
     args = parser.parse_args(typed)
-    try:
+    with one_message(parser):
         all_ideas = ideas.read()
         arms = {name: ideas.arguments(all_ideas, name) for name in args.idea}
         if arms:
@@ -85,8 +83,6 @@ def main(typed: Sequence[str] | None = None) -> None:
                 arms = {**before, **arms}
             _train(arms, args)
         print(markdown(all_ideas, args.measured))
-    except ValueError as error:
-        parser.error(str(error))
 
 
 def _train(arms: Mapping[str, list[str]], args: argparse.Namespace) -> None:

@@ -41,11 +41,14 @@ def found(file: Path, roots: Iterable[Path]) -> dict[str, list[Path]]:
     """The photographs of a list, wherever they lie below `roots` in a folder named by their class.
 
     Raises:
-        ValueError: One is missing, or two files of one class and name differ.
+        ValueError: A root is no folder, a photograph is missing, or two files of one class and
+            name differ.
     """
     wanted = {(folder, name) for folder, names in listed(file).items() for name in names}
     places: dict[tuple[str, str], Path] = {}
     for root in roots:
+        if not root.is_dir():
+            raise ValueError(f"{root} is no folder")
         for inner, _, names in os.walk(root):
             folder = os.path.basename(inner)
             for name in names:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import yaml
 
+from distdl.util.suggest import did_you_mean_word
+
 FILE = Path(__file__).with_name("ideas.yaml")
 
 
@@ -69,7 +71,8 @@ def arguments(ideas: Mapping[str, Idea], name: str) -> list[str]:
         ValueError: There is no such idea.
     """
     if name not in ideas:
-        raise ValueError(f"{name} is no idea; there are: {', '.join(ideas)}")
+        near = did_you_mean_word(name, ideas) or f"there are: {', '.join(ideas)}"
+        raise ValueError(f"{name} is no idea in {FILE.name}; {near}")
     return [each for part in _chain(ideas, name, FILE) for each in ideas[part].overrides]
 
 

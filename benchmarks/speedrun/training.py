@@ -12,7 +12,8 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -48,6 +49,18 @@ def at_least_one(text: str) -> int:
     return int(text)
 
 
+@contextmanager
+def one_message(parser: argparse.ArgumentParser) -> Iterator[None]:
+    """Ends the command with one message: exit code 2 for what was typed or found (ValueError), 1
+    for a training that failed (RuntimeError)."""
+    try:
+        yield
+    except ValueError as error:
+        parser.error(str(error))
+    except RuntimeError as error:
+        parser.exit(1, f"{parser.prog}: {error}\n")
+
+
 @dataclass(frozen=True)
 class Trained:
     """What a training gave.
@@ -65,6 +78,37 @@ class Trained:
     arguments: list[str]
 
 
+def read(at: Path) -> Trained:
+    """The result in a file.
+
+    Raises:
+        ValueError: The file is damaged.
+    """
+    try:
+        return Trained(**json.loads(at.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{at} is damaged: remove it to train again ({error})") from error
+
+
+def known(at: Path, said: Sequence[str]) -> Trained | None:
+    """The result of an earlier training; None: there is none.
+
+    Args:
+        said: The arguments that it must be of.
+
+    Raises:
+        ValueError: `at` is damaged, or has the result of other arguments.
+    """
+    if not at.is_file():
+        return None
+    result = read(at)
+    if result.arguments != [*said]:
+        raise ValueError(
+            f"{at} is of a training with other arguments: rename the idea, or remove the file"
+        )
+    return result
+
+
 def trained(
     at: Path, root: Path, arguments: Sequence[str], seed: int, *, keep: bool = False
 ) -> Trained:
@@ -77,17 +121,12 @@ def trained(
         keep: Whether the run's folder stays.
 
     Raises:
-        ValueError: `at` has the result of other arguments.
+        ValueError: `at` is damaged, or has the result of other arguments.
         RuntimeError: The training failed; the message has the end of its output.
     """
     said = [*arguments, *MEASURED, f"seed={seed}"]
-    if at.is_file():
-        known = Trained(**json.loads(at.read_text(encoding="utf-8")))
-        if known.arguments != said:
-            raise ValueError(
-                f"{at} is of a training with other arguments: rename the idea, or remove the file"
-            )
-        return known
+    if (before := known(at, said)) is not None:
+        return before
     outputs = at.with_suffix(".run")
     shutil.rmtree(outputs, ignore_errors=True)  # of a training that was cut off
     outputs.mkdir(parents=True)
@@ -130,5 +169,5 @@ def cpu_of(command: Sequence[str], folder: Path) -> float:
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
     if code:
-        raise RuntimeError(f"ended with {code}: {log.read_text(encoding='utf-8')[-3000:]}")
+        raise RuntimeError(f"{folder} ended with {code}: {log.read_text(encoding='utf-8')[-3000:]}")
     return float(seconds.read_text(encoding="utf-8"))

@@ -106,7 +106,7 @@ def test_an_idea_comes_after_what_it_builds_on(tmp_path):
     read = ideas.read(file)
     assert ideas.arguments(read, "faster") == ["+experiment=first", "a=1", "a=2"]
     assert [ideas.compared_with(read, name) for name in read] == [None, "first", "fast", "fast"]
-    with pytest.raises(ValueError, match="slow is no idea; there are: first, fast, faster, other"):
+    with pytest.raises(ValueError, match="; there are: first, fast, faster, other"):
         ideas.arguments(read, "slow")
     for text, problem in (
         (IDEAS.replace("builds_on: fast", "builds_on: quick"), "faster.builds_on is quick"),
@@ -163,6 +163,26 @@ def test_what_is_there_is_not_trained_again_and_not_taken_for_another(tmp_path, 
     assert training.trained(at, tmp_path, ["+experiment=first"], 3).accuracy == 0.5
     with pytest.raises(ValueError, match="with other arguments"):
         training.trained(at, tmp_path, ["+experiment=first", "a=1"], 3)
+    for damage in ("{", "{}", "[]", '{"accuracy": 1}'):
+        at.write_text(damage)
+        with pytest.raises(ValueError, match=r"first-fold0-seed3\.json is damaged: remove it"):
+            training.trained(at, tmp_path, ["+experiment=first"], 3)
+
+
+def test_a_training_that_fails_ends_the_series_with_its_last_words(tmp_path, monkeypatch, capsys):
+    def full(*args):
+        raise RuntimeError("first-seed0.run ended with 1: No space left on device")
+
+    monkeypatch.setattr(training, "cpu_of", full)
+    monkeypatch.chdir(tmp_path)
+    listing(tmp_path / "train")
+    (tmp_path / "val.txt").write_text((tmp_path / "train.txt").read_text())
+    with pytest.raises(SystemExit) as ended:
+        speedrun.main(["--photographs", "train", "--lists", "."])
+    assert ended.value.code == 1
+    said = capsys.readouterr().err
+    assert "training 1 of 6: first, seed 0 (about 4 minutes on two idle cores)" in said
+    assert said.endswith("speedrun: first-seed0.run ended with 1: No space left on device\n")
 
 
 def test_a_record_holds_within_its_spread_and_in_the_first_rows_time():
@@ -214,8 +234,9 @@ def test_cpu_time_counts_what_outlives_its_parent(tmp_path):
     [
         (["first", "--photographs", "none", "--folds", "5"], "--folds are from 0 to 4"),
         (["first"], "--photographs says below"),
-        (["fsirt"], "fsirt is no idea; there are: first"),
-        (["first", "--photographs", "none"], "1800 of the 1800 photographs"),
+        (["fsirt"], "fsirt is no idea in ideas.yaml; did you mean first?"),
+        (["first", "--photographs", "none"], "none is no folder"),
+        (["first", "--photographs", "/dev"], "1800 of the 1800 photographs"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_a_training(words, text, capsys):
