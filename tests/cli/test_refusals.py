@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from distdl import conf as shipped
 from tests.conftest import distdl
 from tests.unit.sample_config import check_parts, rows
 from tests.written import write
@@ -200,11 +201,17 @@ def test_accepted_in_such_a_project(typed, shown, command, taken_over):
     assert (output.code, output.out) == (0, shown), output
 
 
+OWN = "./conf here is distdl's own"
+
+
 def test_a_folder_of_configs_by_another_name_or_above(command, without_stage_2, tmp_path):
     write(tmp_path, {"configs/experiment/solar.yaml": "# @package _global_\nseed: 3\n"})
     text = "there is no ./conf here (there is ./configs: --config-dir configs); available: "
     check_one(command("experiment=solar"), text)
     assert command("experiment=solar", "--config-dir", "configs", "--cfg", "job").code == 0
+    (tmp_path / "conf").symlink_to(Path(shipped.__file__).parent)  # as in a clone of distdl
+    check_one(command("experiment=solar"), text.replace("there is no ./conf here", OWN))
+    (tmp_path / "conf").unlink()
     (tmp_path / "configs").rename(tmp_path / "conf")
     (tmp_path / "sub").mkdir()
     with pytest.MonkeyPatch.context() as patch:

@@ -92,7 +92,7 @@ def test_without_bf16_the_way_out_is_named(monkeypatch, caplog):
     assert len(caplog.records) == 1
 
 
-def test_a_processor_that_imitates_bf16_is_named():
+def test_a_processor_that_is_slow_in_bf16_is_named():
     """oneDNN, restricted to the instructions of an older processor, in a process of its own."""
     code = """
 import torch
@@ -106,7 +106,7 @@ print(torch.equal(torch.get_rng_state(), before))
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
     assert done.stdout == "True\n", "the training draws what it would have drawn"
-    assert done.stderr.count("this processor imitates bf16, and takes ") == 1
+    assert done.stderr.count("this processor is slow in bf16, and takes ") == 1
     assert "trainer.precision=32-true is faster here" in done.stderr
 
 

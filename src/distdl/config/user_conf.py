@@ -82,7 +82,8 @@ def why_not_read(group: str, option: str) -> str:
         return ""
     other = next((name for name in ("configs", "config") if Path(name, group).is_dir()), "")
     hint = f" (there is ./{other}: --config-dir {other})" if other else ""
-    return f"there is no ./conf here{hint}; "
+    here = "./conf here is distdl's own" if Path("conf").is_dir() else "there is no ./conf here"
+    return f"{here}{hint}; "
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -24,8 +24,8 @@ log = logging.getLogger("distdl.distributed.rank_table")
 
 # Settings of the libraries that send the gradients, which often cause hangs.
 PREFIXES = ("GLOO_", "UCX_", "FI_", "OMPI_MCA_btl")
-# Where bf16 takes longer than this share of float32's time, the processor has no bf16 of its own.
-IMITATED = 1.2
+# A linear layer in bf16 that takes more than this share of float32's time is slow.
+SLOW = 1.2
 GPU_PREFIXES = (*PREFIXES, "NCCL_", "TORCH_NCCL_", "CUDA_VISIBLE_DEVICES")
 
 
@@ -75,15 +75,15 @@ def _missing(environment: Environment, count: int) -> UserError:
 
 def warn_of_slow_bf16(accelerator: str, precision: str | int | None) -> None:
     """Warns where bf16 is slow: a T4, a V100 and most processors of laptops have none, and torch
-    imitates it, if at all."""
+    imitates it, if at all; other processors have it, but compute faster in float32."""
     if not str(precision).startswith("bf16"):
         return
     if accelerator == "cpu":
         ratio = bf16_by_float32()
-        if ratio > IMITATED:
+        if ratio > SLOW:
             log.warning(
-                "trainer.precision=%s: this processor imitates bf16, and takes %.1f times as long "
-                "as in float32 for a linear layer; trainer.precision=32-true is faster here",
+                "trainer.precision=%s: this processor is slow in bf16, and takes %.1f times as "
+                "long as in float32 for a linear layer; trainer.precision=32-true is faster here",
                 precision,
                 ratio,
             )
@@ -99,7 +99,8 @@ def warn_of_slow_bf16(accelerator: str, precision: str | int | None) -> None:
 
 def bf16_by_float32() -> float:
     """The time of a linear layer in bf16, as a share of its time in float32, on this processor:
-    0.5 with AVX512_BF16, 2.5 with AVX-512 alone, 5 or more with AVX2. It takes 10 to 100 ms.
+    0.3 with AMX. A Xeon whose libraries may use AVX512_BF16, but not AMX, takes 1.6, one with
+    AVX-512 alone 2.5 to 4.5, with AVX2 5 to 12. It takes 10 to 100 ms.
 
     It is measured because no list of processors' features says what torch's libraries make of them.
     """
