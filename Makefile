@@ -211,8 +211,9 @@ lightnings: setup  ## what distdl assumes of Lightning, with the oldest that is 
 gpu-proof: setup  ## what a lent GPU can still show in MINUTES=14, most valuable first; goes on where it stopped
 	$(BIN)/python -m benchmarks.gpu_proof --minutes $(or $(MINUTES),14)
 
-speedrun: setup  ## the most accurate training in the CPU time of the first, three seeds: PHOTOGRAPHS="DIR DIR2"
+speedrun:  ## the most accurate training in the CPU time of the first, three seeds: PHOTOGRAPHS="DIR DIR2"
 	@test -n "$(PHOTOGRAPHS)" || { echo 'speedrun: write PHOTOGRAPHS="DIR DIR2", the folders with the photographs that benchmarks/speedrun/photographs lists' >&2; exit 2; }
+	@$(MAKE) --no-print-directory setup
 	$(BIN)/python -m benchmarks.speedrun --photographs $(PHOTOGRAPHS)
 
 bench: setup  ## every benchmark that fits this machine, each against its competitor

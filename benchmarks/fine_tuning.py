@@ -161,10 +161,9 @@ def main() -> None:
     where = "the folder of the results"
     parser.add_argument("--to", type=Path, default=Path("build/fine-tuning"), help=where)
     args = parser.parse_args()
-    if not args.photographs:
-        parser.error("--photographs says where they are")
     to = args.to.resolve()
     with one_message(parser):
+        folds.require_photographs(args)
         first, second = divided(to / "links", args.lists, args.photographs)
         print(markdown(measured(to, first, second)))
 

@@ -8,7 +8,6 @@ and with more, and a trial costs what they differ by.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import resource
@@ -21,13 +20,13 @@ from contextlib import suppress
 
 from benchmarks.startup import ROOT, SMALL
 from benchmarks.table import Goal, Result, paired, row, turned
+from distdl.util.processes import SET_CHILD_SUBREAPER, prctl
 
 FEW = 1
 MORE = 3
 REPEATS = 3
 STEPS = 20
 LONG = 100  # times the steps of a trial, for what a step costs
-SUBREAPER = 36  # prctl's PR_SET_CHILD_SUBREAPER
 
 PLAIN = [word for word in SMALL if not word.startswith("data.steps=")]
 SCRIPT = """
@@ -153,7 +152,7 @@ def cpu_seconds(arguments: Sequence[str]) -> float:
 def watch(arguments: Sequence[str]) -> None:
     """Runs Python, and prints the CPU seconds of all its processes. Those whose parent has ended
     become children of this one: a server of forks is waited for by nobody else."""
-    ctypes.CDLL(None).prctl(SUBREAPER, 1, 0, 0, 0)
+    prctl(SET_CHILD_SUBREAPER, 1)
     done = subprocess.run([sys.executable, *arguments], stdout=sys.stderr, check=False)
     with suppress(ChildProcessError):
         while True:

@@ -199,11 +199,12 @@ def train_both_ranks(file: str) -> None:
 
 def by_hand(at: Path, root: Path, arguments: Sequence[str], seed: int) -> Any:
     """As `training.trained`, by the loop."""
-    from benchmarks.speedrun.training import Trained, cpu_of, known
+    from benchmarks.speedrun.training import Trained, cpu_of, known, recipe_of
 
     plan = plan_of(arguments, root, seed)
     said = [*arguments, "the bare loop", f"seed={seed}"]
-    if (before := known(at, said)) is not None:
+    recipe = recipe_of([*arguments, f"seed={seed}"])
+    if (before := known(at, said, recipe)) is not None:
         return before
     folder = at.with_suffix(".run")
     folder.mkdir(parents=True, exist_ok=True)
@@ -213,7 +214,7 @@ def by_hand(at: Path, root: Path, arguments: Sequence[str], seed: int) -> Any:
     start = f"{code}loop.train_both_ranks(sys.argv[1])"
     cpu = cpu_of([sys.executable, "-c", start, str(folder / "plan.json")], folder)
     result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
-    done = Trained(result["accuracy"], round(cpu, 1), result["samples"], said)
+    done = Trained(result["accuracy"], round(cpu, 1), result["samples"], said, recipe)
     at.write_text(json.dumps(asdict(done), indent=1), encoding="utf-8")
     return done
 
@@ -232,10 +233,8 @@ def main(typed: Sequence[str] | None = None) -> int:
     args = parser.parse_args(typed)
     with one_message(parser):
         said = ideas.arguments(ideas.read(), args.idea)
-        splits = {
-            "train": folds.found(args.lists / "train.txt", args.photographs),
-            "val": folds.found(args.lists / "val.txt", args.photographs),
-        }
+        folds.require_photographs(args)
+        splits = folds.measured(args.lists, args.photographs)
         root = folds.link((args.results / "photographs").resolve(), splits)
         arms = {args.idea: trained, "loop": by_hand}
         done: dict[str, list[Any]] = {name: [] for name in arms}

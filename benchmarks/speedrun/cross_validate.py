@@ -1,7 +1,7 @@
 """Does an idea help? Five folds of the 1,800 photographs, against the recipe that it changes.
 
-    python -m benchmarks.speedrun.cross_validate bf16 narrow --photographs DIR
-    python -m benchmarks.speedrun.cross_validate bf16 --photographs DIR --folds 0 1  # a look
+    python -m benchmarks.speedrun.cross_validate larger_rate muon --photographs DIR
+    python -m benchmarks.speedrun.cross_validate muon --photographs DIR --folds 0 1  # a look
     python -m benchmarks.speedrun.cross_validate  # the table of what was trained
 
 The photographs of photographs/train.txt are looked for below DIR. Each training is started as a
@@ -20,7 +20,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.speedrun import folds, ideas, table
-from benchmarks.speedrun.training import Trained, one_message, read, trained
+from benchmarks.speedrun.training import (
+    Trained,
+    at_least,
+    known,
+    one_message,
+    read,
+    said_of,
+    trained,
+)
 from benchmarks.table import turned
 
 MEASURED = Path(__file__).with_name("measured")
@@ -35,7 +43,7 @@ def place_of(file: Path) -> tuple[str, table.Place] | None:
     return (name, (int(fold), int(seed))) if fold.isdigit() and seed.isdigit() else None
 
 
-def known(measured: Path) -> dict[str, dict[table.Place, Trained]]:
+def results_of(measured: Path) -> dict[str, dict[table.Place, Trained]]:
     """The results of a folder, by idea, fold and seed."""
     found: dict[str, dict[table.Place, Trained]] = {}
     for file in sorted(measured.glob("*.json")):
@@ -47,7 +55,7 @@ def known(measured: Path) -> dict[str, dict[table.Place, Trained]]:
 
 def markdown(all_ideas: Mapping[str, ideas.Idea], measured: Path) -> str:
     """The table of the ideas that were trained at all, in the order of the file."""
-    results = known(measured)
+    results = results_of(measured)
     rows = []
     for name in all_ideas:
         if name in results:
@@ -64,7 +72,7 @@ def main(typed: Sequence[str] | None = None) -> None:
     parser.add_argument("idea", nargs="*", help="names in ideas.yaml; none: only the table")
     folds.add_photographs(parser)
     parser.add_argument("--folds", type=int, nargs="+", default=list(range(folds.FOLDS)))
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--seeds", type=at_least(0), nargs="+", default=[0])
     parser.add_argument("--measured", type=Path, default=MEASURED, help="where results are kept")
     parser.add_argument("--links", type=Path, default=LINKS, help="where the folds are linked")
     parser.add_argument("--alone", action="store_true", help="not what an idea is compared with")
@@ -73,8 +81,7 @@ def main(typed: Sequence[str] | None = None) -> None:
         all_ideas = ideas.read()
         arms = {name: ideas.arguments(all_ideas, name) for name in args.idea}
         if arms:
-            if not args.photographs:
-                parser.error("--photographs says below which folders the photographs are")
+            folds.require_photographs(args)
             if not set(args.folds) <= set(range(folds.FOLDS)):
                 parser.error(f"--folds are from 0 to {folds.FOLDS - 1}")
             if not args.alone:
@@ -93,8 +100,7 @@ def _train(arms: Mapping[str, list[str]], args: argparse.Namespace) -> None:
             root = folds.link(args.links.resolve() / str(fold), {"train": train, "val": held_out})
             for name in turned(list(arms), fold):
                 at = args.measured / f"{name}-fold{fold}-seed{seed}.json"
-                if at.is_file():
-                    trained(at, root, arms[name], seed)  # refuses what has other arguments
+                if known(at, said_of(arms[name], seed)):  # also with the defaults of its day
                     continue
                 started = time.perf_counter()
                 result = trained(at, root, arms[name], seed)

@@ -9,9 +9,12 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from distdl.util.digests import sha256_of
+
+SPLITS = ("train", "val")
 FOLDS = 5
 # Which photographs are trained on (1,800) and which the records are measured on (2,000): names of
 # fast.ai's imagenette, which are those of ImageNet.
@@ -26,6 +29,41 @@ def add_photographs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--photographs", type=Path, nargs="+", default=[], help=where)
     lists = "the folder of train.txt and val.txt"
     parser.add_argument("--lists", type=Path, default=LISTS, help=lists)
+
+
+def require_photographs(args: argparse.Namespace) -> None:
+    """
+    Raises:
+        ValueError: No folder is given.
+    """
+    if not args.photographs:
+        raise ValueError("--photographs says below which folders the photographs are")
+
+
+def measured(lists: Path, roots: Sequence[Path]) -> dict[str, dict[str, list[Path]]]:
+    """The photographs that a record is trained and measured on, by `train` and `val`.
+
+    Raises:
+        ValueError: As `found`.
+    """
+    return {split: found(lists / f"{split}.txt", roots) for split in SPLITS}
+
+
+def same_pixels(lists: Path, splits: Mapping[str, Listing]) -> bool:
+    """Whether the photographs are those of the records to the byte, as sha256.txt has it; lists
+    without this file say nothing of it."""
+    file = lists / "sha256.txt"
+    return not file.is_file() or file.read_text(encoding="utf-8").strip() == digest(splits)
+
+
+def digest(splits: Mapping[str, Listing]) -> str:
+    """The sha256 of all photographs, each after its class and name, in the order of these."""
+    whole = hashlib.sha256()
+    for split in SPLITS:
+        for name, files in sorted(splits[split].items()):
+            for file in sorted(files, key=lambda file: file.name):
+                whole.update(f"{split}/{name}/{file.name}\n{sha256_of(file)}\n".encode())
+    return whole.hexdigest()
 
 
 def listed(file: Path) -> dict[str, list[str]]:
@@ -60,7 +98,9 @@ def found(file: Path, roots: Iterable[Path]) -> dict[str, list[Path]]:
     missing = sorted("/".join(each) for each in wanted - places.keys())
     if missing:
         what = f"{len(missing)} of the {len(wanted)} photographs of {file}"
-        raise ValueError(f"{what} are in none of the folders, first {missing[0]}")
+        raise ValueError(
+            f"{what} are in none of the folders, first {missing[0]}; name each folder that has some"
+        )
     listing: dict[str, list[Path]] = {}
     for each in sorted(places):
         listing.setdefault(each[0], []).append(places[each])
@@ -110,11 +150,11 @@ def link(root: Path, splits: Mapping[str, Listing]) -> Path:
         at.parent.mkdir(parents=True, exist_ok=True)
         if not at.is_symlink():
             if at.exists():
-                raise ValueError(f"{at} is a file, not a link: choose another folder")
+                raise ValueError(f"{at} is a file, not a link: remove or rename {root}")
             at.symlink_to(file)
         if at.readlink() != file:
-            raise ValueError(f"{at} leads to {at.readlink()}, not to {file}: choose another folder")
+            raise ValueError(f"{at} leads to {at.readlink()}, not to {file}: remove {root}")
     for at in root.rglob("*"):
         if not at.is_dir() and at not in wanted:
-            raise ValueError(f"{at} does not belong there: choose another folder")
+            raise ValueError(f"{at} does not belong there: remove or rename {root}")
     return root

@@ -7,17 +7,21 @@ so an interrupted series loses one training and goes on.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from omegaconf import OmegaConf
+
 from benchmarks.speedrun import whole_tree
+from distdl.config.compose import compose
 from distdl.runs.directory import RunDirectory
 from distdl.util import atomic_files
 
@@ -37,28 +41,35 @@ SEEDS = 3
 
 def add_seeds(parser: argparse.ArgumentParser) -> None:
     """The arguments that say how often a recipe is trained, and where the results are kept."""
-    parser.add_argument("--seeds", type=at_least_one, default=SEEDS, help=f"default: {SEEDS}")
+    parser.add_argument("--seeds", type=at_least(1), default=SEEDS, help=f"default: {SEEDS}")
     where = Path("outputs/speedrun/measure")
     parser.add_argument("--results", type=Path, default=where, help=f"default: {where}")
 
 
-def at_least_one(text: str) -> int:
-    """A type of argparse."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a number from 1 on")
-    return int(text)
+def at_least(least: int) -> Callable[[str], int]:
+    """A type of argparse: whole numbers from `least` on."""
+
+    def number(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} on")
+        return int(text)
+
+    return number
 
 
 @contextmanager
 def one_message(parser: argparse.ArgumentParser) -> Iterator[None]:
-    """Ends the command with one message: exit code 2 for what was typed or found (ValueError), 1
-    for a training that failed (RuntimeError)."""
+    """Ends the command with one message: exit code 2 for what was typed or found, 1 for a training
+    that failed (RuntimeError), 130 for Ctrl-C."""
     try:
         yield
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         parser.error(str(error))
     except RuntimeError as error:
         parser.exit(1, f"{parser.prog}: {error}\n")
+    except KeyboardInterrupt:
+        stopped = "stopped; the same command goes on with the training that was cut off"
+        parser.exit(130, f"{parser.prog}: {stopped}\n")
 
 
 @dataclass(frozen=True)
@@ -70,12 +81,21 @@ class Trained:
         cpu: CPU seconds of the command and of every process below it.
         samples: How many photographs were validated.
         arguments: Of the command, without those that say where it is written and read.
+        recipe: `recipe_of` these arguments; empty: not recorded, as before 2026-11-30.
     """
 
     accuracy: float
     cpu: float
     samples: int
     arguments: list[str]
+    recipe: str = ""
+
+
+def recipe_of(said: Sequence[str]) -> str:
+    """The sha256 of the config that arguments stand for: it changes with each file of a recipe, and
+    with distdl's defaults."""
+    config = compose([*said, "data.root=photographs"], [str(CONF)])
+    return hashlib.sha256(OmegaConf.to_yaml(config).encode()).hexdigest()
 
 
 def read(at: Path) -> Trained:
@@ -90,14 +110,20 @@ def read(at: Path) -> Trained:
         raise ValueError(f"{at} is damaged: remove it to train again ({error})") from error
 
 
-def known(at: Path, said: Sequence[str]) -> Trained | None:
+def said_of(arguments: Sequence[str], seed: int) -> list[str]:
+    """All arguments of a training, without those that say where it is written and read."""
+    return [*arguments, *MEASURED, f"seed={seed}"]
+
+
+def known(at: Path, said: Sequence[str], recipe: str = "") -> Trained | None:
     """The result of an earlier training; None: there is none.
 
     Args:
         said: The arguments that it must be of.
+        recipe: What these stand for now; empty: not compared.
 
     Raises:
-        ValueError: `at` is damaged, or has the result of other arguments.
+        ValueError: `at` is damaged, or has the result of other arguments or of another recipe.
     """
     if not at.is_file():
         return None
@@ -105,6 +131,11 @@ def known(at: Path, said: Sequence[str]) -> Trained | None:
     if result.arguments != [*said]:
         raise ValueError(
             f"{at} is of a training with other arguments: rename the idea, or remove the file"
+        )
+    if recipe and result.recipe != recipe:
+        raise ValueError(
+            f"{at} is of another recipe of this name (its file, or a default of distdl, has "
+            "changed since): remove the file to train again"
         )
     return result
 
@@ -121,11 +152,13 @@ def trained(
         keep: Whether the run's folder stays.
 
     Raises:
-        ValueError: `at` is damaged, or has the result of other arguments.
+        ValueError: `at` is damaged, or has the result of another recipe.
+        OSError: `at` cannot be written.
         RuntimeError: The training failed; the message has the end of its output.
     """
-    said = [*arguments, *MEASURED, f"seed={seed}"]
-    if (before := known(at, said)) is not None:
+    said = said_of(arguments, seed)
+    recipe = recipe_of(said)
+    if (before := known(at, said, recipe)) is not None:
         return before
     outputs = at.with_suffix(".run")
     shutil.rmtree(outputs, ignore_errors=True)  # of a training that was cut off
@@ -143,7 +176,7 @@ def trained(
     if attempt is None:
         raise RuntimeError(f"{outputs} has no attempt: the command started no run")
     metrics = attempt.status()["metrics"]
-    result = Trained(metrics["val/acc1"], round(cpu, 1), int(metrics["val/samples"]), said)
+    result = Trained(metrics["val/acc1"], round(cpu, 1), int(metrics["val/samples"]), said, recipe)
     atomic_files.write_bytes(at, json.dumps(asdict(result), indent=1).encode())
     if not keep:
         shutil.rmtree(outputs)
@@ -162,12 +195,18 @@ def cpu_of(command: Sequence[str], folder: Path) -> float:
     seconds = folder / "cpu_seconds.txt"
     log = folder / "output.txt"
     with open(log, "wb") as output:
-        code = subprocess.call(
+        process = subprocess.Popen(
             [sys.executable, whole_tree.__file__, str(seconds), *command],
             stdout=output,
             stderr=subprocess.STDOUT,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
+    try:
+        code = process.wait()
+    except KeyboardInterrupt:
+        process.terminate()  # a Ctrl-C of the terminal ends the training too, any other only this
+        process.wait()
+        raise
     if code:
         raise RuntimeError(f"{folder} ended with {code}: {log.read_text(encoding='utf-8')[-3000:]}")
     return float(seconds.read_text(encoding="utf-8"))

@@ -8,7 +8,6 @@ all of them, so that no rank, worker or helper is left out.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import resource
 import signal
@@ -17,17 +16,19 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-_CHILD_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of linux/prctl.h
+from distdl.util.processes import SET_CHILD_SUBREAPER, SET_PARENT_DEATH_SIGNAL, prctl
 
 
 def main(typed: Sequence[str]) -> int:
     seconds, *command = typed
-    if ctypes.CDLL(None).prctl(_CHILD_SUBREAPER, 1, 0, 0, 0):
+    if sys.platform != "linux":
         raise OSError("this system does not pass on orphaned processes: Linux does")
+    prctl(SET_CHILD_SUBREAPER, 1)
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     # A command of the terminal gets its own Ctrl-C; it ends its ranks itself, which is waited for.
     signal.signal(signal.SIGINT, lambda number, frame: None)
     signal.signal(signal.SIGTERM, lambda number, frame: process.terminate())
+    prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)  # nothing trains on if who asked is killed
     code = process.wait()
     while True:
         try:
