@@ -58,7 +58,7 @@ def test_a_cross_validation_goes_on_where_it_was_cut_off(tmp_path, monkeypatch, 
 
 @matrix_only
 def test_the_record_the_first_row_and_the_bare_loop_are_measured_alike(tmp_path):
-    record = speedrun.rows()[-1].experiment
+    record = speedrun.best(speedrun.rows()).experiment
     drawn(tmp_path / "train", 8)
     drawn(tmp_path / "val", 5)
     words = ("--photographs", "train", "val", "--lists", ".", "--seeds", "1")
