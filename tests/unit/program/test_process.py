@@ -129,14 +129,15 @@ def test_the_exception_of_a_program():
 
 def test_what_a_shell_runs_is_stopped_and_continued(tmp_path):
     """A program that is stopped would never see that it is asked to end."""
-    saves = "trap 'echo saved; exit 75' TERM\nwhile :; do sleep 0.1; done\n"
+    saves = "trap 'echo saved; exit 75' TERM\n: > trapped\nwhile :; do sleep 0.1; done\n"
     (tmp_path / "inner.sh").write_text(saves)
     output = Output(tmp_path / "log")
     words = ["sh", "-c", "bash inner.sh; exit $?"]
     process = Process(words, os.environ, tmp_path, output.writing)
     output.started()
     child = psutil.Process(until(lambda: psutil.Process(process.pid).children(), 20)[0].pid)
-    until(lambda: child.name() == "bash", 20)
+    until((tmp_path / "trapped").is_file, 20)
+    assert child.name() == "bash"
     assert not process.stopped()
     child.suspend()
     assert until(process.stopped, 20)
