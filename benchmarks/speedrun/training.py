@@ -134,8 +134,8 @@ def known(at: Path, said: Sequence[str], recipe: str = "") -> Trained | None:
         )
     if recipe and result.recipe != recipe:
         raise ValueError(
-            f"{at} is of another recipe of this name (its file, or a default of distdl, has "
-            "changed since): remove the file to train again"
+            f"{at} is not of this recipe as it is now (its file, or distdl, has changed since): "
+            "remove it to train again"
         )
     return result
 

@@ -183,7 +183,7 @@ def test_what_is_there_is_not_trained_again_and_not_taken_for_another(tmp_path, 
     recipe.write_text(recipe.read_text().replace("max_epochs: 18", "max_epochs: 3"))
     with monkeypatch.context() as patch:
         patch.setattr(training, "CONF", conf)
-        with pytest.raises(ValueError, match="of another recipe of this name"):
+        with pytest.raises(ValueError, match="is not of this recipe as it is now"):
             training.trained(at, tmp_path, ["+experiment=first"], 3)
     assert training.known(at, said) == done, "a fold's result may be of older defaults"
     with pytest.raises(ValueError, match="with other arguments"):
