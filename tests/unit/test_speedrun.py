@@ -226,6 +226,20 @@ def test_a_record_holds_within_its_spread_and_in_the_first_rows_time():
     text, held = speedrun.verdict(row, {"first": first, "record": noisy})
     assert not held, "the row's own spread counts: a noisy repetition has no lower limit"
     assert "the row says 71.0 %: from 69.4 % on it is that but for chance" in text
+    for ours, accuracy, end in (
+        ([105], 0.71, "is undecided: its CPU time needs more seeds, or a host without other work"),
+        (
+            [99, 111],
+            0.71,
+            "is undecided: its CPU time needs more seeds, or a host without other work",
+        ),
+        ([104, 106], 0.71, "does not hold"),
+        ([99, 111], 0.60, "does not hold"),
+    ):
+        arms = {"first": first[: len(ours)], "record": [result(accuracy, cpu) for cpu in ours]}
+        text, held = speedrun.verdict(row, arms)
+        assert not held
+        assert text.endswith(f"the row record {end}"), text
     text, _ = speedrun.verdict(speedrun.Row("new", [], []), {"first": first, "new": first})
     assert "no figures of new yet" in text
 
