@@ -19,7 +19,6 @@ from distdl.images.decoding import works
 from distdl.runs.checkpoints import CheckpointStore, manifest_of
 from tests.conftest import TINY, UNCHECKED, Background, distdl, losses, samples, trained
 
-KERNELS = 1e-5  # the difference, relative, that another processor's kernels make in a few steps
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
 # Three epochs; a checkpoint every third step, so some inside the second epoch. When the one of step
 # 15 is begun, that of step 12 is written.
@@ -111,13 +110,12 @@ def test_a_run_of_an_old_commit_is_resumed_with_the_same_losses(tmp_path):
     assert (run / "config.yaml").read_bytes() == before
     expected = json.loads((fixture / "losses.json").read_text())
     logged = losses(run)
-    assert {step: logged[int(step)] for step in expected} == pytest.approx(expected, rel=KERNELS)
+    assert {step: logged[int(step)] for step in expected} == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.skipif(not works("simplejpeg"), reason="no simplejpeg")
 def test_a_run_on_photographs_of_an_old_commit_draws_what_it_would_have_drawn(tmp_path):
-    """Its config has no `data.draws`. Other draws would change a loss in its second digit; another
-    processor's kernels change a weight in its sixth."""
+    """Its config has no `data.draws`."""
     fixture = FIXTURES / "frozen_photographs"
     shutil.copytree(fixture, tmp_path, dirs_exist_ok=True)
     run = shutil.copytree(fixture / "run", tmp_path / "outputs/default/frozen")
@@ -125,12 +123,16 @@ def test_a_run_on_photographs_of_an_old_commit_draws_what_it_would_have_drawn(tm
     expected = json.loads((fixture / "expected.json").read_text())
     logged = losses(run)
     found = {step: logged[int(step)] for step in expected["losses"]}
-    assert found == pytest.approx(expected["losses"], rel=KERNELS)
+    assert found == pytest.approx(expected["losses"], rel=1e-6)
     state = torch.load(run / "checkpoints/last.ckpt", weights_only=True)["state_dict"]
     weights = {name: value.flatten().tolist() for name, value in state.items()}
     assert weights.keys() == expected["weights"].keys()
     for name, values in expected["weights"].items():
-        assert weights[name] == pytest.approx(values, rel=KERNELS, abs=1e-7), name
+        # A small element may be the sum of larger ones: another processor rounds it as these.
+        rounding = torch.finfo(torch.float32).eps * max(map(abs, values))
+        assert weights[name] == pytest.approx(values, rel=1e-6, abs=rounding), name
+    if found == expected["losses"]:  # a processor that computes as that of the old run
+        assert weights == expected["weights"]
 
 
 def test_a_finished_run_trains_longer_and_another_starts_from_it(uninterrupted):
