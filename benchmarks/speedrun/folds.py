@@ -93,7 +93,7 @@ def found(file: Path, roots: Iterable[Path]) -> dict[str, list[Path]]:
                 if (folder, name) in wanted:
                     at = Path(inner, name)
                     first = places.setdefault((folder, name), at)
-                    if first.read_bytes() != at.read_bytes():
+                    if first != at and first.read_bytes() != at.read_bytes():
                         raise ValueError(f"{first} and {at} differ: leave one of them out")
     missing = sorted("/".join(each) for each in wanted - places.keys())
     if missing:

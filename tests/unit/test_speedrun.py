@@ -210,6 +210,9 @@ def test_a_training_that_fails_ends_the_series_with_its_last_words(tmp_path, mon
     assert said.endswith("speedrun: first-seed0.run ended with 1: No space left on device\n")
 
 
+UNDECIDED = "is undecided: its CPU time needs more seeds, or a host without other work"
+
+
 def test_a_record_holds_within_its_spread_and_in_the_first_rows_time():
     row = speedrun.Row("record", [0.70, 0.71, 0.72], [0.97, 0.98, 0.99])
     first = [result(0.60)] * 3
@@ -227,12 +230,8 @@ def test_a_record_holds_within_its_spread_and_in_the_first_rows_time():
     assert not held, "the row's own spread counts: a noisy repetition has no lower limit"
     assert "the row says 71.0 %: from 69.4 % on it is that but for chance" in text
     for ours, accuracy, end in (
-        ([105], 0.71, "is undecided: its CPU time needs more seeds, or a host without other work"),
-        (
-            [99, 111],
-            0.71,
-            "is undecided: its CPU time needs more seeds, or a host without other work",
-        ),
+        ([105], 0.71, UNDECIDED),
+        ([99, 111], 0.71, UNDECIDED),
         ([104, 106], 0.71, "does not hold"),
         ([99, 111], 0.60, "does not hold"),
     ):
