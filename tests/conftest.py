@@ -21,6 +21,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.warm import Popen, start_distdl
@@ -339,10 +340,15 @@ class Background:
             time.sleep(0.01)
 
     def kill_all(self) -> None:
-        """kill -9. The workers end with the launcher, though each leads a session of its own."""
+        """kill -9, and waits until nothing writes any more. The workers end with the launcher,
+        though each leads a session of its own, and a rank's monitor when it has written why."""
+        tree = psutil.Process(self.process.pid).children(recursive=True)
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        time.sleep(0.5)
+        deadline = time.monotonic() + 60
+        while left := [each for each in tree if not _has_ended(each)]:
+            assert time.monotonic() < deadline, f"still there: {left}"
+            time.sleep(0.01)
 
     def wait(self, timeout: float = 120) -> int:
         return self.process.wait(timeout)
@@ -350,6 +356,13 @@ class Background:
     def output(self) -> str:
         self.log.flush()
         return Path(self.log.name).read_text(encoding="utf-8")
+
+
+def _has_ended(process: psutil.Process) -> bool:
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 @pytest.fixture
