@@ -113,9 +113,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_finish() -> None:
     """From here on garbage collection ignores the half million objects of the imports, at which it
-    would look time and again, for a sixth of a unit test's time."""
+    would look time and again, for a sixth of a unit test's time. And torch computes in one thread,
+    as in the ranks: those of two test processes wait for each other in loops that take as much
+    again of a core."""
     gc.enable()
     gc.freeze()
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
 
 
 def _remove(folder: str, owner: int) -> None:

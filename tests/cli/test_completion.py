@@ -124,6 +124,8 @@ def test_every_verb_and_option_is_known(project):
     known = config_files.index()["verbs"]
     assert "--attempt" in known["jobs"]["verbs"]["logs"]["options"]
     assert "--task" in known["new"]["verbs"]["project"]["options"]
+    assert "--source" in known["prepare"]["verbs"]["imagenet"]["options"]
+    assert offered("prepare ima") == ["imagenet"]
 
 
 def test_a_file_is_read_again_when_it_has_changed(project, monkeypatch):

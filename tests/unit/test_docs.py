@@ -7,10 +7,12 @@ import re
 import shlex
 import subprocess
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import pytest
 
+from distdl.cli import completion_index
 from distdl.cli import main as command_line
 from distdl.config import compose, consent, grammar
 from distdl.config.hints.words import check
@@ -23,6 +25,7 @@ PAGES = sorted(page for page in FOUND if "outputs" not in page.parts)
 FENCE = re.compile(r"^```(\w*) ?(\S*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 # What a reader puts something of his own for. /path/to/... composes, it is only no folder.
+COMPOSE = ("resume", "plan", "scale", "doctor")  # verbs whose `key=value` are a config's
 PLACEHOLDER = re.compile(r"\bRUN\b|<|\.\.\.|\bDIR\b")
 
 
@@ -81,6 +84,19 @@ DISTINCT = {(command.folder, command.words, *command.files): command for command
 assert len(DISTINCT) > 40, "should the search break, nothing would be tested"
 
 
+VERBS = cache(completion_index.verbs)
+
+
+def unknown_options(words):
+    """Those of a verb's options that it does not have, by what the TAB key completes."""
+    own = [*itertools.takewhile(lambda word: word != "--", words)]  # the rest is a program's
+    verb = VERBS()[own[0]]
+    if inner := verb.get("verbs"):
+        verb = inner[own[1]]
+    options = [word.partition("=")[0] for word in own if word.startswith("-")]
+    return [option for option in options if option not in verb["options"]]
+
+
 @pytest.mark.parametrize("command", DISTINCT.values(), ids=str)
 def test_commands_compose(command, tmp_path, monkeypatch):
     monkeypatch.delenv("DISTDL_CONF", raising=False)
@@ -93,7 +109,12 @@ def test_commands_compose(command, tmp_path, monkeypatch):
             (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / path).write_text(body)
     if words and words[0] in command_line.COMMANDS:
-        words = [word for word in words if "=" in word] if words[0] == "resume" else []
+        assert unknown_options(words) == []
+        if words[0] not in COMPOSE:
+            return
+        words = [word for word in words[1:] if re.match(r"[^-\s]\S*=", word)]
+        if not words:
+            return
     elif any(PLACEHOLDER.search(word) for word in words) or words[:1] in (["--help"], ["-sc"]):
         return
     options = command_line.parse(words)

@@ -16,6 +16,7 @@ from distdl.cli import config_files
 from distdl.cli import main as command_line
 from distdl.cli.arguments import Parser
 from distdl.config import groups, schema
+from distdl.tools.prepare.source import KINDS
 from distdl.util.errors import UserError
 
 # "RUN", "a run directory"; overrides are "as for a run".
@@ -32,14 +33,21 @@ class _Seen(Exception):
 def make() -> None:
     """Writes the index anew."""
     known = config_files.empty()
-    known["verbs"] = {verb: _of(_parser_of(verb)) for verb in ("", *command_line.COMMANDS)}
-    known["verbs"]["schema"]["words"][0]["phrases"] += _schemas()
-    known["verbs"]["explain"]["words"][0]["choices"] += _codes()
+    known["verbs"] = verbs()
     known["keys"] = [key for key in schema.known_paths() if key not in _sections()]
     known["values"] = dict(_values(schema.Config, ""))
     known["defaults"] = groups.defaults()
     config_files.refresh(known)
     config_files.write(known)
+
+
+def verbs() -> dict[str, Any]:
+    """Each verb with its options and words, as the index has them; "" is a command without one."""
+    found = {verb: _of(_parser_of(verb)) for verb in ("", *command_line.COMMANDS)}
+    found["prepare"]["verbs"] = {kind: _of(_parser_of("prepare", kind)) for kind in KINDS}
+    found["schema"]["words"][0]["phrases"] += _schemas()
+    found["explain"]["words"][0]["choices"] += _codes()
+    return found
 
 
 def _sections() -> tuple[str, ...]:
@@ -59,12 +67,13 @@ def _codes() -> list[str]:
     return [*CODES]
 
 
-def _parser_of(verb: str) -> argparse.ArgumentParser:
-    """The parser of a verb, or of a command without one, as the verb makes it."""
+def _parser_of(verb: str, *words: str) -> argparse.ArgumentParser:
+    """The parser of a verb, or of a command without one, as the verb makes it. `words` are those
+    that it needs for that."""
     with _stopped_at_the_parser():
         try:
             if verb:
-                importlib.import_module(command_line.COMMANDS[verb][0]).main([])
+                importlib.import_module(command_line.COMMANDS[verb][0]).main([*words])
             else:
                 command_line.parse([])
         except _Seen as seen:

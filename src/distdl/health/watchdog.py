@@ -97,7 +97,7 @@ class Watchdog:
         self._done = self.heartbeat.progress
         self._longest = 0.0  # seconds without progress in a step that then went on
         self._progress = self._looked = time.monotonic()
-        self._used = time.process_time()
+        self._used = 0.0  # seconds of processor time, without those of the thread that looks
 
     def start(self) -> None:
         """Starts the monitor and the thread."""
@@ -166,9 +166,10 @@ class Watchdog:
         within(0.0, lambda: self.attempt.update(straggler=verdict.sentence, slow=slow))
 
     def _watch(self) -> None:
+        self._used = _used_by_others()
         while not self._stop.wait(TICK):
             now = time.monotonic()
-            used = time.process_time()
+            used = _used_by_others()
             if now - self._looked > AWAY:
                 self._progress += now - self._looked
                 self.peers.paused(now - self._looked)
@@ -339,6 +340,11 @@ class Watchdog:
                     break
             text = os.pread(self._stacks.fileno(), size - begin, begin).decode(errors="replace")
             yield {**process, "where": innermost(main_thread(text))}
+
+
+def _used_by_others() -> float:
+    """Seconds of processor time that all threads of this process but the calling one have used."""
+    return time.process_time() - time.thread_time()
 
 
 def _handles(pid: int, number: int) -> bool:

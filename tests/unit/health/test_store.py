@@ -1,6 +1,7 @@
 """A run's folder on a store that hangs: who guards a rank notices it, and is not blocked."""
 
 import os
+import queue
 import threading
 import time
 
@@ -61,26 +62,32 @@ def test_a_store_that_refuses_or_forgets_a_file_answers(tmp_path):
 
 
 def test_the_watchdog_waits_and_tells_the_user_once(tmp_path, capfd):
-    """Its main thread is blocked by the store for longer than it may make no progress."""
+    """Its main thread is blocked by the store for longer than it may make no progress. What the
+    watchdog works itself is none."""
+
+    def limit(short, files):
+        end = time.thread_time() + 0.05
+        while time.thread_time() < end:
+            pass
+        return 2.0
+
     with hanging_store(tmp_path) as mount:
         attempt = Attempt(mount.path / "r/attempts/001")
         attempt.path.mkdir(parents=True)
         failures.reserve(attempt.errors, 0)
-        watchdog = Watchdog(attempt, Environment("local", 0, 1), timeout=1.0)
-        said = []
-        watchdog._tell_user = said.append
-        watchdog._hang = lambda: said.append("hang")
+        watchdog = Watchdog(attempt, Environment("local", 0, 1), timeout=2.0)
+        said = queue.SimpleQueue()  # to wait without working, which would count as progress
+        watchdog._tell_user = said.put
+        watchdog._hang = lambda: said.put("hang")
         watchdog._tell = lambda message: None
-        watchdog._limit = lambda short, files: 1.0
+        watchdog._limit = limit
         watchdog._announce()
         mount.hang()
         threading.Thread(target=watchdog._watch, daemon=True).start()
-        until(lambda: said, SOON_S)
+        assert "has not answered for" in said.get(timeout=SOON_S)
         mount.answer()
-        until(lambda: len(said) > 1, SOON_S)
+        assert "answers again" in said.get(timeout=SOON_S)
         watchdog._stop.set()
-    assert "has not answered for" in said[0]
-    assert "answers again" in said[1]
 
 
 def test_a_command_refuses_a_folder_that_does_not_answer(tmp_path, monkeypatch):
