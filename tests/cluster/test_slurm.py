@@ -258,7 +258,9 @@ def by_preemption(slurm, job):
     slurm.start_again(job, "now")
 
 
-REQUEUED = [by_hand, by_preemption] if "DISTDL_MATRIX" in os.environ else [by_preemption]
+MATRIX = "DISTDL_MATRIX" in os.environ
+REQUEUED = [by_hand, by_preemption] if MATRIX else [by_preemption]
+TRACKING = "mlflow" if MATRIX else "none"  # whose import takes seconds of each start
 
 
 def test_a_job_resumes_after_requeue_and_preemption(slurm, on_cluster, tmp_path):
@@ -267,7 +269,7 @@ def test_a_job_resumes_after_requeue_and_preemption(slurm, on_cluster, tmp_path)
         "name=b",
         "trainer.num_nodes=2",
         "trainer.max_epochs=200",
-        "tracking=mlflow",
+        f"tracking={TRACKING}",
         "data.num_workers=1",  # workers get each signal too
     )
     on_cluster(*SLURM, *typed)
@@ -284,7 +286,7 @@ def test_a_job_resumes_after_requeue_and_preemption(slurm, on_cluster, tmp_path)
             return database.execute("select run_uuid from runs").fetchall()
 
     reached = reach(3)
-    before = until(mlflow_runs, 60)
+    before = until(mlflow_runs, 60) if MATRIX else None
     for restarts, requeue in enumerate(REQUEUED, 1):
         requeue(slurm, job)
         reached = last_step(run)
@@ -304,8 +306,9 @@ def test_a_job_resumes_after_requeue_and_preemption(slurm, on_cluster, tmp_path)
     assert steps == list(range(1, len(steps) + 1))
     assert len(steps) > reached
     assert list((run / "checkpoints").glob("*.manifest.json"))
-    assert mlflow_runs() == before
-    assert len(before) == 1
+    if MATRIX:
+        assert mlflow_runs() == before
+        assert len(before) == 1
 
 
 class Queue(threading.Thread):
