@@ -211,10 +211,12 @@ lightnings: setup  ## what distdl assumes of Lightning, with the oldest that is 
 gpu-proof: setup  ## what a lent GPU can still show in MINUTES=14, most valuable first; goes on where it stopped
 	$(BIN)/python -m benchmarks.gpu_proof --minutes $(or $(MINUTES),14)
 
-speedrun:  ## the most accurate training in the CPU time of the first, three seeds: PHOTOGRAPHS="DIR DIR2"
+speedrun:  ## the most accurate training in the CPU time of the first, three seeds: PHOTOGRAPHS="DIR DIR2"; ROW=name for another one
+	@test "$(MAKECMDGOALS)" = speedrun || { echo 'speedrun: write it alone; ROW=name chooses another row than the record' >&2; exit 2; }
 	@test -n "$(PHOTOGRAPHS)" || { echo 'speedrun: write PHOTOGRAPHS="DIR DIR2", the folders with the photographs that benchmarks/speedrun/photographs lists' >&2; exit 2; }
-	@$(MAKE) --no-print-directory setup
-	$(BIN)/python -m benchmarks.speedrun --photographs $(PHOTOGRAPHS)
+	@for each in $(PHOTOGRAPHS); do test -d "$$each" || { echo "speedrun: $$each is no folder" >&2; exit 2; }; done
+	@$(MAKE) --no-print-directory --silent setup
+	$(BIN)/python -m benchmarks.speedrun $(ROW) --photographs $(PHOTOGRAPHS)
 
 bench: setup  ## every benchmark that fits this machine, each against its competitor
 	$(BIN)/python -m benchmarks.run

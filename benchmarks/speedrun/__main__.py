@@ -24,14 +24,14 @@ import yaml
 
 from benchmarks.speedrun import folds, table
 from benchmarks.speedrun.bare_loop import longest_by_shortest
-from benchmarks.speedrun.training import Trained, add_seeds, one_message, trained
+from benchmarks.speedrun.training import Trained, add_seeds, one_message, run_folder, trained
 from benchmarks.table import turned
 from distdl.util.suggest import did_you_mean_word
 
 FIRST = "first"
 OTHERS = (
-    "these are not the photographs of the leaderboard, but others with their names (of another "
-    "size?): compare the two recipes, not their figures with the rows'"
+    "these are not the photographs of the leaderboard (others with their names, of another size?): "
+    "compare the two recipes, not their figures with the rows'"
 )
 BUDGET = 1.00  # of the CPU time of the first row
 RECORDS = Path(__file__).with_name("records.yaml")
@@ -97,7 +97,7 @@ def best(records: Sequence[Row]) -> Row:
 
 
 def verdict(row: Row, arms: Mapping[str, Sequence[Trained]]) -> tuple[str, bool]:
-    """What was measured now, and whether the row holds: accuracy as it states, but for chance, and
+    """Whether the row holds by what was measured now: accuracy as it states, but for chance, and
     CPU time within the budget. A row without figures holds if the time does. More CPU time decides
     nothing if equal trainings differ by as much, or if there is one of each: other work on the host
     may double it.
@@ -106,22 +106,20 @@ def verdict(row: Row, arms: Mapping[str, Sequence[Trained]]) -> tuple[str, bool]
     row's standard deviation times the square root of 1 / n + 1 / m. That of the seeds trained now
     does not count, so that a noisy repetition has no lower limit.
     """
-    ours, first = arms[row.experiment], arms[FIRST]
-    ratio = sum(each.cpu for each in ours) / sum(each.cpu for each in first)
-    apart = max(longest_by_shortest(ours), longest_by_shortest(first))
-    lines = [
-        *(_line(name, results) for name, results in arms.items()),
-        f"CPU time of {row.experiment} / {FIRST}: {ratio:.3f} (at most {BUDGET:.2f}); "
-        f"equal trainings differ by up to {apart:.2f}",
-    ]
+    ours = arms[row.experiment]
+    ratio, apart = _times(row, arms)
+    lines = list[str]()
     accurate = True
     if row.accuracy:
         stated = statistics.mean(row.accuracy)
         error = table.spread(row.accuracy) * (1 / len(row.accuracy) + 1 / len(ours)) ** 0.5
         least = stated - 2 * error
-        accurate = statistics.mean(each.accuracy for each in ours) >= least
-        chance = f"from {100 * least:.1f} % on it is that but for chance"
-        lines.append(f"the row says {100 * stated:.1f} %: {chance} (two standard errors)")
+        reached = statistics.mean(each.accuracy for each in ours)
+        accurate = reached >= least
+        lines.append(
+            f"{100 * reached:.1f} % measured; the row says {100 * stated:.1f} %, so at least "
+            f"{100 * least:.1f} % is needed (two standard errors less)"
+        )
     else:
         lines.append(f"records.yaml has no figures of {row.experiment} yet")
     holds = accurate and ratio <= BUDGET
@@ -134,6 +132,23 @@ def verdict(row: Row, arms: Mapping[str, Sequence[Trained]]) -> tuple[str, bool]
         end = "does not hold"
     lines.append(f"the row {row.experiment} {end}")
     return "\n".join(lines), holds
+
+
+def measured(row: Row, arms: Mapping[str, Sequence[Trained]]) -> str:
+    """The accuracies and the CPU times, as they are."""
+    ratio, apart = _times(row, arms)
+    time_of = f"CPU time of {row.experiment} / {FIRST}: {ratio:.3f} (at most {BUDGET:.2f})"
+    if len(arms[row.experiment]) > 1:
+        time_of += f"; equal trainings differ by a factor of up to {apart:.2f}"
+    return "\n".join([*(_line(name, results) for name, results in arms.items()), time_of])
+
+
+def _times(row: Row, arms: Mapping[str, Sequence[Trained]]) -> tuple[float, float]:
+    """The row's CPU time as a share of the first row's, and the ratio of the longest and the
+    shortest of equal trainings."""
+    ours, first = arms[row.experiment], arms[FIRST]
+    ratio = sum(each.cpu for each in ours) / sum(each.cpu for each in first)
+    return ratio, max(longest_by_shortest(ours), longest_by_shortest(first))
 
 
 def _line(name: str, results: Sequence[Trained]) -> str:
@@ -179,8 +194,9 @@ def main(typed: Sequence[str] | None = None) -> int:
         folds.require_photographs(args)
         row = _row(records, args.row)
         splits = folds.measured(args.lists, args.photographs)
+        photographs = folds.digest(splits)
         root = folds.link((args.results / "photographs").resolve(), splits)
-        if not (same := folds.same_pixels(args.lists, splits)):
+        if not (same := folds.of_the_records(splits)):
             say(OTHERS)
         names = list(dict.fromkeys([FIRST, row.experiment]))
         arms: dict[str, list[Trained]] = {name: [] for name in names}
@@ -190,15 +206,22 @@ def main(typed: Sequence[str] | None = None) -> int:
                 number += 1
                 of = f"training {number} of {args.seeds * len(names)}"
                 at = args.results / f"{name}-seed{seed}.json"
-                how = f"known from {_day(at)}" if at.is_file() else "3 to 4 minutes on idle cores"
+                how = f"3 to 4 minutes on idle cores; its output: {run_folder(at)}/output.txt"
+                if at.is_file():
+                    how = f"known from {_day(at)}"
                 say(f"{of}: {name}, seed {seed} ({how})")
-                result = trained(at, root, [f"+experiment={name}"], seed)
+                said = [f"+experiment={name}"]
+                result = trained(at, root, said, seed, photographs=photographs)
                 arms[name].append(result)
                 say(_line(name, [result]))
+    print(measured(row, arms))
     text, holds = verdict(row, arms)
-    print(text if same else f"{text}\n{OTHERS}")
-    print(f"{args.results} keeps the results; a training whose file is removed is done again")
-    return 0 if holds else 1
+    print(text if same else OTHERS)
+    print(
+        f"{args.results} keeps the results and the runs, for `distdl report`; a training whose "
+        "file is removed is done again"
+    )
+    return 0 if holds and same else 1
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ import random
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -197,25 +196,41 @@ def train_both_ranks(file: str) -> None:
     pair.start(code, json.loads(Path(file).read_text(encoding="utf-8")))
 
 
-def by_hand(at: Path, root: Path, arguments: Sequence[str], seed: int) -> Any:
+def by_hand(at: Path, root: Path, arguments: Sequence[str], seed: int, *, photographs: str) -> Any:
     """As `training.trained`, by the loop."""
-    from benchmarks.speedrun.training import Trained, cpu_of, known, recipe_of
+    from benchmarks.speedrun.training import (
+        Trained,
+        alone_in,
+        cpu_of,
+        known,
+        recipe_of,
+        run_folder,
+        write,
+    )
 
     plan = plan_of(arguments, root, seed)
     said = [*arguments, "the bare loop", f"seed={seed}"]
     recipe = recipe_of([*arguments, f"seed={seed}"])
-    if (before := known(at, said, recipe)) is not None:
+    if (before := known(at, said, recipe, photographs)) is not None:
         return before
-    folder = at.with_suffix(".run")
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = run_folder(at)
     plan["result"] = str(folder / "result.json")
-    (folder / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
     code = "import sys; from benchmarks.speedrun import bare_loop as loop; "
     start = f"{code}loop.train_both_ranks(sys.argv[1])"
-    cpu = cpu_of([sys.executable, "-c", start, str(folder / "plan.json")], folder)
-    result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
-    done = Trained(result["accuracy"], round(cpu, 1), result["samples"], said, recipe)
-    at.write_text(json.dumps(asdict(done), indent=1), encoding="utf-8")
+    with alone_in(at.parent):
+        folder.mkdir(exist_ok=True)
+        (folder / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
+        cpu = cpu_of([sys.executable, "-c", start, str(folder / "plan.json")], folder)
+        result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+        done = Trained(
+            accuracy=result["accuracy"],
+            cpu=round(cpu, 1),
+            samples=result["samples"],
+            arguments=said,
+            recipe=recipe,
+            photographs=photographs,
+        )
+        write(at, done)
     return done
 
 
@@ -235,6 +250,7 @@ def main(typed: Sequence[str] | None = None) -> int:
         said = ideas.arguments(ideas.read(), args.idea)
         folds.require_photographs(args)
         splits = folds.measured(args.lists, args.photographs)
+        photographs = folds.digest(splits)
         root = folds.link((args.results / "photographs").resolve(), splits)
         arms = {args.idea: trained, "loop": by_hand}
         done: dict[str, list[Any]] = {name: [] for name in arms}
@@ -242,9 +258,10 @@ def main(typed: Sequence[str] | None = None) -> int:
             for name in turned(list(arms), seed):
                 prefix = f"{args.idea}-" if name == "loop" else ""
                 at = args.results / f"{prefix}{name}-seed{seed}.json"
-                done[name].append(arms[name](at, root, said, seed))
+                done[name].append(arms[name](at, root, said, seed, photographs=photographs))
                 last = done[name][-1]
-                print(f"{name}, seed {seed}: {100 * last.accuracy:.1f} %, {last.cpu:.0f} CPU s")
+                accuracy = f"{100 * last.accuracy:.1f} %"
+                print(f"{name}, seed {seed}: {accuracy}, {last.cpu:.0f} CPU s", flush=True)
     text, passes = verdict(done[args.idea], done["loop"])
     print(text)
     return 0 if passes else 1

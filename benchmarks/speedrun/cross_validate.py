@@ -94,16 +94,26 @@ def main(typed: Sequence[str] | None = None) -> None:
 
 def _train(arms: Mapping[str, list[str]], args: argparse.Namespace) -> None:
     listing = folds.found(args.lists / "train.txt", args.photographs)
+    ours = args.measured.resolve() == MEASURED.resolve()
+    if ours and not folds.of_the_records({"train": listing}):
+        raise ValueError(
+            f"these are not the photographs of the leaderboard, whose results {MEASURED} has: "
+            "keep those of others elsewhere, with --measured DIR"
+        )
     for seed in args.seeds:
         for fold in args.folds:
             train, held_out = folds.fold_of(listing, fold)
-            root = folds.link(args.links.resolve() / str(fold), {"train": train, "val": held_out})
+            splits = {"train": train, "val": held_out}
+            photographs = folds.digest(splits)
+            root = folds.link(args.links.resolve() / str(fold), splits)
             for name in turned(list(arms), fold):
                 at = args.measured / f"{name}-fold{fold}-seed{seed}.json"
-                if known(at, said_of(arms[name], seed)):  # also with the defaults of its day
+                # Also with the defaults of its day; those of the leaderboard's day say nothing of
+                # their photographs.
+                if known(at, said_of(arms[name], seed), photographs="" if ours else photographs):
                     continue
                 started = time.perf_counter()
-                result = trained(at, root, arms[name], seed)
+                result = trained(at, root, arms[name], seed, photographs=photographs)
                 print(
                     f"{name}, fold {fold}, seed {seed}: {100 * result.accuracy:.1f} %, "
                     f"{result.cpu:.0f} CPU s in {time.perf_counter() - started:.0f} s",

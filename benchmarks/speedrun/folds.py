@@ -26,6 +26,7 @@ Listing = Mapping[str, list[Path]]
 def add_photographs(parser: argparse.ArgumentParser) -> None:
     """The arguments that say where the photographs are, and which ones count."""
     where = "folders below which the photographs lie, each in a folder of its class"
+    parser.allow_abbrev = False
     parser.add_argument("--photographs", type=Path, nargs="+", default=[], help=where)
     lists = "the folder of train.txt and val.txt"
     parser.add_argument("--lists", type=Path, default=LISTS, help=lists)
@@ -49,18 +50,19 @@ def measured(lists: Path, roots: Sequence[Path]) -> dict[str, dict[str, list[Pat
     return {split: found(lists / f"{split}.txt", roots) for split in SPLITS}
 
 
-def same_pixels(lists: Path, splits: Mapping[str, Listing]) -> bool:
-    """Whether the photographs are those of the records to the byte, as sha256.txt has it; lists
-    without this file say nothing of it."""
-    file = lists / "sha256.txt"
-    return not file.is_file() or file.read_text(encoding="utf-8").strip() == digest(splits)
+def of_the_records(splits: Mapping[str, Listing], file: Path = LISTS / "sha256.txt") -> bool:
+    """Whether the photographs are those of the records to the byte: `file` has the digest of each
+    split."""
+    lines = file.read_text(encoding="utf-8").splitlines()
+    digests = {split: known for known, split in (line.split() for line in lines)}
+    return all(digests[split] == digest({split: listing}) for split, listing in splits.items())
 
 
 def digest(splits: Mapping[str, Listing]) -> str:
     """The sha256 of all photographs, each after its class and name, in the order of these."""
     whole = hashlib.sha256()
     for split in SPLITS:
-        for name, files in sorted(splits[split].items()):
+        for name, files in sorted(splits.get(split, {}).items()):
             for file in sorted(files, key=lambda file: file.name):
                 whole.update(f"{split}/{name}/{file.name}\n{sha256_of(file)}\n".encode())
     return whole.hexdigest()

@@ -7,6 +7,7 @@ so an interrupted series loses one training and goes on.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import hashlib
 import json
 import os
@@ -37,6 +38,8 @@ MEASURED = (
 
 
 SEEDS = 3
+LAST_LINES = 12  # of a training that failed
+AGAIN = "the same command begins this training again"
 
 
 def add_seeds(parser: argparse.ArgumentParser) -> None:
@@ -64,11 +67,11 @@ def one_message(parser: argparse.ArgumentParser) -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError) as error:
-        parser.error(str(error))
+        parser.exit(2, f"{parser.prog}: error: {error}\n")
     except RuntimeError as error:
         parser.exit(1, f"{parser.prog}: {error}\n")
     except KeyboardInterrupt:
-        stopped = "stopped; the same command goes on with the training that was cut off"
+        stopped = "stopped; the same command begins the training that was cut off again"
         parser.exit(130, f"{parser.prog}: {stopped}\n")
 
 
@@ -82,6 +85,7 @@ class Trained:
         samples: How many photographs were validated.
         arguments: Of the command, without those that say where it is written and read.
         recipe: `recipe_of` these arguments; empty: not recorded, as before 2026-11-30.
+        photographs: `folds.digest` of those that it was trained and measured on; empty as above.
     """
 
     accuracy: float
@@ -89,6 +93,7 @@ class Trained:
     samples: int
     arguments: list[str]
     recipe: str = ""
+    photographs: str = ""
 
 
 def recipe_of(said: Sequence[str]) -> str:
@@ -115,15 +120,17 @@ def said_of(arguments: Sequence[str], seed: int) -> list[str]:
     return [*arguments, *MEASURED, f"seed={seed}"]
 
 
-def known(at: Path, said: Sequence[str], recipe: str = "") -> Trained | None:
+def known(at: Path, said: Sequence[str], recipe: str = "", photographs: str = "") -> Trained | None:
     """The result of an earlier training; None: there is none.
 
     Args:
         said: The arguments that it must be of.
         recipe: What these stand for now; empty: not compared.
+        photographs: The digest of those that it must be of; empty: not compared.
 
     Raises:
-        ValueError: `at` is damaged, or has the result of other arguments or of another recipe.
+        ValueError: `at` is damaged, or has the result of other arguments, of another recipe or of
+            other photographs.
     """
     if not at.is_file():
         return None
@@ -137,32 +144,62 @@ def known(at: Path, said: Sequence[str], recipe: str = "") -> Trained | None:
             f"{at} is not of this recipe as it is now (its file, or distdl, has changed since): "
             "remove it to train again"
         )
+    if photographs and result.photographs != photographs:
+        raise ValueError(
+            f"{at} is not of these photographs: remove it to train again, or keep their results "
+            "elsewhere (--results)"
+        )
     return result
 
 
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Holds a folder of results while something is trained for it.
+
+    Raises:
+        ValueError: Another command does.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as error:
+        raise ValueError(f"another command trains for {folder} now: wait until it ends") from error
+    finally:
+        os.close(descriptor)
+
+
 def trained(
-    at: Path, root: Path, arguments: Sequence[str], seed: int, *, keep: bool = False
+    at: Path,
+    root: Path,
+    arguments: Sequence[str],
+    seed: int,
+    *,
+    photographs: str = "",
+    keep: bool = False,
 ) -> Trained:
     """Trains, unless `at` has the result.
 
     Args:
-        at: The file of the result, .json. The run and its output lie beside it while it trains.
+        at: The file of the result, .json. The run and its output lie beside it, in the folder
+            `run_folder(at)`.
         root: `data.root`.
         arguments: Of `python -m distdl`, for instance ["+experiment=first"].
-        keep: Whether the run's folder stays.
+        photographs: The digest of what is below `root`; empty: a result of any will do.
+        keep: Whether the run's checkpoints stay.
 
     Raises:
-        ValueError: `at` is damaged, or has the result of another recipe.
+        ValueError: `at` is damaged, or has the result of another recipe or of other photographs;
+            or another command trains beside it.
         OSError: `at` cannot be written.
         RuntimeError: The training failed; the message has the end of its output.
     """
     said = said_of(arguments, seed)
     recipe = recipe_of(said)
-    if (before := known(at, said, recipe)) is not None:
+    if (before := known(at, said, recipe, photographs)) is not None:
         return before
-    outputs = at.with_suffix(".run")
-    shutil.rmtree(outputs, ignore_errors=True)  # of a training that was cut off
-    outputs.mkdir(parents=True)
+    outputs = run_folder(at)
     command = [
         *(sys.executable, "-m", "distdl", "--config-dir", str(CONF)),
         *said,
@@ -171,16 +208,37 @@ def trained(
         "name=run",
         "experiment_name=speedrun",
     ]
-    cpu = cpu_of(command, outputs)
-    attempt = RunDirectory(outputs / "speedrun" / "run").last_attempt()
-    if attempt is None:
-        raise RuntimeError(f"{outputs} has no attempt: the command started no run")
-    metrics = attempt.status()["metrics"]
-    result = Trained(metrics["val/acc1"], round(cpu, 1), int(metrics["val/samples"]), said, recipe)
-    atomic_files.write_bytes(at, json.dumps(asdict(result), indent=1).encode())
-    if not keep:
-        shutil.rmtree(outputs)
+    with alone_in(at.parent):
+        shutil.rmtree(outputs, ignore_errors=True)  # of a training that was cut off
+        outputs.mkdir()
+        cpu = cpu_of(command, outputs)
+        run = RunDirectory(outputs / "speedrun" / "run")
+        attempt = run.last_attempt()
+        if attempt is None:
+            raise RuntimeError(f"{outputs} has no attempt: the command started no run")
+        metrics = attempt.status()["metrics"]
+        result = Trained(
+            accuracy=metrics["val/acc1"],
+            cpu=round(cpu, 1),
+            samples=int(metrics["val/samples"]),
+            arguments=said,
+            recipe=recipe,
+            photographs=photographs,
+        )
+        write(at, result)
+        if not keep:
+            shutil.rmtree(run.path / "checkpoints", ignore_errors=True)
     return result
+
+
+def run_folder(at: Path) -> Path:
+    """Where the training of a result writes: its output, output.txt, and its run, speedrun/run."""
+    return at.with_suffix(".run")
+
+
+def write(at: Path, result: Trained) -> None:
+    """Keeps a result."""
+    atomic_files.write_bytes(at, json.dumps(asdict(result), indent=1).encode())
 
 
 def cpu_of(command: Sequence[str], folder: Path) -> float:
@@ -208,5 +266,8 @@ def cpu_of(command: Sequence[str], folder: Path) -> float:
         process.wait()
         raise
     if code:
-        raise RuntimeError(f"{folder} ended with {code}: {log.read_text(encoding='utf-8')[-3000:]}")
+        last = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
+        raise RuntimeError(
+            "\n".join([f"a training ended with {code}; the end of {log}:", *last, AGAIN])
+        )
     return float(seconds.read_text(encoding="utf-8"))

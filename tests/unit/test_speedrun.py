@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import asdict, replace
 from itertools import chain
+from pathlib import Path
 
 import pytest
 
@@ -93,11 +94,16 @@ def test_what_is_listed_is_found_in_any_folder_and_nothing_else_is_taken(tmp_pat
 
 def test_other_pixels_under_the_same_names_are_noticed(tmp_path):
     splits = {"train": listing(tmp_path / "train"), "val": listing(tmp_path / "val")}
-    assert folds.same_pixels(tmp_path, splits), "lists without checksums"
-    (tmp_path / "sha256.txt").write_text(folds.digest(splits) + "\n")
-    assert folds.same_pixels(tmp_path, splits)
+    assert not folds.of_the_records(splits), "other names"
+    file = tmp_path / "sha256.txt"
+    digests = {split: folds.digest({split: splits[split]}) for split in splits}
+    file.write_text("".join(f"{digest}  {split}\n" for split, digest in digests.items()))
+    whole = folds.digest(splits)
+    assert folds.of_the_records(splits, file)
     splits["val"]["class0"][3].write_bytes(b"smaller")
-    assert not folds.same_pixels(tmp_path, splits)
+    assert not folds.of_the_records(splits, file)
+    assert folds.of_the_records({"train": splits["train"]}, file)
+    assert folds.digest(splits) != whole
 
 
 def test_the_lists_share_no_photograph():
@@ -174,10 +180,14 @@ def test_the_table_of_what_was_trained(tmp_path):
 def test_what_is_there_is_not_trained_again_and_not_taken_for_another(tmp_path, monkeypatch):
     monkeypatch.setattr(training, "cpu_of", lambda *args: pytest.fail("trained again"))
     said = training.said_of(["+experiment=first"], 3)
-    done = replace(result(0.5, arguments=said), recipe=training.recipe_of(said))
+    recipe = training.recipe_of(said)
+    done = replace(result(0.5, arguments=said), recipe=recipe, photographs="theirs")
     write(tmp_path, "first-fold0-seed3", done)
     at = tmp_path / "first-fold0-seed3.json"
-    assert training.trained(at, tmp_path, ["+experiment=first"], 3) == done
+    first = ["+experiment=first"]
+    assert training.trained(at, tmp_path, first, 3, photographs="theirs") == done
+    with pytest.raises(ValueError, match="is not of these photographs: remove it to train again"):
+        training.trained(at, tmp_path, first, 3, photographs="others")
     conf = shutil.copytree(training.CONF, tmp_path / "conf")
     recipe = conf / "experiment" / "first.yaml"
     recipe.write_text(recipe.read_text().replace("max_epochs: 18", "max_epochs: 3"))
@@ -206,7 +216,7 @@ def test_a_training_that_fails_ends_the_series_with_its_last_words(tmp_path, mon
         speedrun.main(["--photographs", "train", "--lists", "."])
     assert ended.value.code == 1
     said = capsys.readouterr().err
-    assert "training 1 of 6: first, seed 0 (3 to 4 minutes on idle cores)" in said
+    assert "training 1 of 6: first, seed 0 (3 to 4 minutes on idle cores; its output: " in said
     assert said.endswith("speedrun: first-seed0.run ended with 1: No space left on device\n")
 
 
@@ -228,7 +238,7 @@ def test_a_record_holds_within_its_spread_and_in_the_first_rows_time():
     noisy = [result(accuracy, 99) for accuracy in (0.60, 0.69, 0.75)]
     text, held = speedrun.verdict(row, {"first": first, "record": noisy})
     assert not held, "the row's own spread counts: a noisy repetition has no lower limit"
-    assert "the row says 71.0 %: from 69.4 % on it is that but for chance" in text
+    assert "68.0 % measured; the row says 71.0 %, so at least 69.4 % is needed" in text
     for ours, accuracy, end in (
         ([105], 0.71, UNDECIDED),
         ([99, 111], 0.71, UNDECIDED),
@@ -287,6 +297,45 @@ def test_the_speedrun_says_what_it_needs(words, text, tmp_path, monkeypatch, cap
     assert text in capsys.readouterr().err
 
 
+@pytest.fixture
+def others(tmp_path, monkeypatch):
+    """A folder with some photographs, which are not the leaderboard's; nothing can be trained."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(training, "cpu_of", lambda *args: pytest.fail("trained"))
+    listing(tmp_path / "train")
+    shutil.copy("train.txt", "val.txt")
+    return ["--photographs", "train", "--lists", "."]
+
+
+def test_other_photographs_get_no_verdict_and_no_result_of_the_leaderboards(others, capsys):
+    digest = folds.digest(folds.measured(Path(), [Path("train")]))
+    for name in ("first", "small_float32"):
+        for seed in range(2):
+            said = training.said_of([f"+experiment={name}"], seed)
+            known = {"recipe": training.recipe_of(said), "photographs": digest}
+            file = Path(f"outputs/speedrun/measure/{name}-seed{seed}.json")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            training.write(file, replace(result(0.9, arguments=said), **known))
+    assert speedrun.main(["small_float32", *others, "--seeds", "2"]) == 1
+    printed = capsys.readouterr().out
+    assert "small_float32: 90.0 ± 0.0 %" in printed
+    assert "these are not the photographs of the leaderboard" in printed
+    assert "the row small_float32" not in printed
+    with pytest.raises(SystemExit) as ended:
+        cross_validate.main(["first", *others])
+    assert ended.value.code == 2
+    assert "keep those of others elsewhere, with --measured DIR" in capsys.readouterr().err
+
+
+def test_two_commands_do_not_train_into_one_folder(others, capsys):
+    folder = Path("outputs/speedrun/measure")
+    with training.alone_in(folder), pytest.raises(SystemExit) as ended:
+        speedrun.main(others)
+    assert ended.value.code == 2
+    said = "another command trains for outputs/speedrun/measure now: wait until it ends"
+    assert said in capsys.readouterr().err
+
+
 WAITS = "import os, sys, time; print(os.getpid(), file=open(sys.argv[1], 'w')); time.sleep(600)"
 ASKS = """
 import sys
@@ -311,7 +360,7 @@ def test_cpu_time_counts_what_outlives_its_parent(tmp_path):
     burn = "import time\nwhile time.process_time() < 0.5: pass"
     script = f"'{sys.executable}' -S -c '{burn}' >/dev/null 2>&1 &"
     assert 0.5 <= training.cpu_of(["/bin/sh", "-c", script], tmp_path) < 5
-    with pytest.raises(RuntimeError, match="ended with 3: no room"):
+    with pytest.raises(RuntimeError, match=r"(?s)ended with 3; .*no room"):
         training.cpu_of(["/bin/sh", "-c", "echo no room; exit 3"], tmp_path)
 
 
