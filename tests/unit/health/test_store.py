@@ -8,6 +8,7 @@ import time
 import pytest
 
 from distdl.health import store as stores
+from distdl.health import watchdog as watchdogs
 from distdl.health.watchdog import Watchdog
 from distdl.ranks.environment import Environment
 from distdl.runs import failures
@@ -61,7 +62,7 @@ def test_a_store_that_refuses_or_forgets_a_file_answers(tmp_path):
     assert "run" not in store.free
 
 
-def test_the_watchdog_waits_and_tells_the_user_once(tmp_path, capfd):
+def test_the_watchdog_waits_and_tells_the_user_once(tmp_path, capfd, monkeypatch):
     """Its main thread is blocked by the store for longer than it may make no progress. What the
     watchdog works itself is none."""
 
@@ -71,6 +72,7 @@ def test_the_watchdog_waits_and_tells_the_user_once(tmp_path, capfd):
             pass
         return 2.0
 
+    monkeypatch.setattr(watchdogs, "TELL_S", 1.0)
     with hanging_store(tmp_path) as mount:
         attempt = Attempt(mount.path / "r/attempts/001")
         attempt.path.mkdir(parents=True)
