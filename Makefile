@@ -84,6 +84,7 @@ MATRIX := $(addprefix tests/, \
 	unit/images/test_native.py \
 	unit/launch/test_would_fit.py \
 	unit/models/test_recompute.py \
+	unit/test_distributed.py \
 	unit/test_website.py \
 	unit/tools/test_search.py \
 	unit/util/test_helpers.py \

@@ -6,8 +6,8 @@
 
 The photographs of the lists in photographs/ are looked for below the folders, by class and name:
 1,800 to train on, and 2,000 that the trainings are measured on. They are those of fast.ai's
-imagenette. Each training's result is a file of its own, so the same command goes on where it was
-cut off. It takes about 25 minutes on two idle cores.
+imagenette. Each training's result is a file of its own, so the same command goes on after the
+last one that ended. It takes about 25 minutes on two idle cores.
 """
 
 from __future__ import annotations
@@ -194,9 +194,10 @@ def main(typed: Sequence[str] | None = None) -> int:
         folds.require_photographs(args)
         row = _row(records, args.row)
         splits = folds.measured(args.lists, args.photographs)
-        photographs = folds.digest(splits)
+        digests = folds.digests(splits)
+        photographs = folds.together(digests)
         root = folds.link((args.results / "photographs").resolve(), splits)
-        if not (same := folds.of_the_records(splits)):
+        if not (same := folds.of_the_records(digests)):
             say(OTHERS)
         names = list(dict.fromkeys([FIRST, row.experiment]))
         arms: dict[str, list[Trained]] = {name: [] for name in names}

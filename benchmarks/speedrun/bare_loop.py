@@ -250,7 +250,7 @@ def main(typed: Sequence[str] | None = None) -> int:
         said = ideas.arguments(ideas.read(), args.idea)
         folds.require_photographs(args)
         splits = folds.measured(args.lists, args.photographs)
-        photographs = folds.digest(splits)
+        photographs = folds.together(folds.digests(splits))
         root = folds.link((args.results / "photographs").resolve(), splits)
         arms = {args.idea: trained, "loop": by_hand}
         done: dict[str, list[Any]] = {name: [] for name in arms}

@@ -95,7 +95,7 @@ def main(typed: Sequence[str] | None = None) -> None:
 def _train(arms: Mapping[str, list[str]], args: argparse.Namespace) -> None:
     listing = folds.found(args.lists / "train.txt", args.photographs)
     ours = args.measured.resolve() == MEASURED.resolve()
-    if ours and not folds.of_the_records({"train": listing}):
+    if ours and not folds.of_the_records(folds.digests({"train": listing})):
         raise ValueError(
             f"these are not the photographs of the leaderboard, whose results {MEASURED} has: "
             "keep those of others elsewhere, with --measured DIR"
@@ -104,7 +104,7 @@ def _train(arms: Mapping[str, list[str]], args: argparse.Namespace) -> None:
         for fold in args.folds:
             train, held_out = folds.fold_of(listing, fold)
             splits = {"train": train, "val": held_out}
-            photographs = folds.digest(splits)
+            photographs = folds.together(folds.digests(splits))
             root = folds.link(args.links.resolve() / str(fold), splits)
             for name in turned(list(arms), fold):
                 at = args.measured / f"{name}-fold{fold}-seed{seed}.json"

@@ -50,22 +50,32 @@ def measured(lists: Path, roots: Sequence[Path]) -> dict[str, dict[str, list[Pat
     return {split: found(lists / f"{split}.txt", roots) for split in SPLITS}
 
 
-def of_the_records(splits: Mapping[str, Listing], file: Path = LISTS / "sha256.txt") -> bool:
-    """Whether the photographs are those of the records to the byte: `file` has the digest of each
-    split."""
+def of_the_records(splits: Mapping[str, str], file: Path = LISTS / "sha256.txt") -> bool:
+    """Whether photographs with these digests are those of the records: `file` has the digest of
+    each split."""
     lines = file.read_text(encoding="utf-8").splitlines()
-    digests = {split: known for known, split in (line.split() for line in lines)}
-    return all(digests[split] == digest({split: listing}) for split, listing in splits.items())
+    known = {split: digest for digest, split in (line.split() for line in lines)}
+    return all(known[split] == digest for split, digest in splits.items())
 
 
-def digest(splits: Mapping[str, Listing]) -> str:
-    """The sha256 of all photographs, each after its class and name, in the order of these."""
+def digests(splits: Mapping[str, Listing]) -> dict[str, str]:
+    """By split, the sha256 of its photographs, each after its class and name, in their order. Reads
+    all of them."""
+    return {split: _digest(split, listing) for split, listing in splits.items()}
+
+
+def _digest(split: str, listing: Listing) -> str:
     whole = hashlib.sha256()
-    for split in SPLITS:
-        for name, files in sorted(splits.get(split, {}).items()):
-            for file in sorted(files, key=lambda file: file.name):
-                whole.update(f"{split}/{name}/{file.name}\n{sha256_of(file)}\n".encode())
+    for name, files in sorted(listing.items()):
+        for file in sorted(files, key=lambda file: file.name):
+            whole.update(f"{split}/{name}/{file.name}\n{sha256_of(file)}\n".encode())
     return whole.hexdigest()
+
+
+def together(splits: Mapping[str, str]) -> str:
+    """One digest of those of all splits, for a result."""
+    lines = (f"{splits[split]}  {split}\n" for split in SPLITS)
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def listed(file: Path) -> dict[str, list[str]]:

@@ -85,7 +85,8 @@ class Trained:
         samples: How many photographs were validated.
         arguments: Of the command, without those that say where it is written and read.
         recipe: `recipe_of` these arguments; empty: not recorded, as before 2026-11-30.
-        photographs: `folds.digest` of those that it was trained and measured on; empty as above.
+        photographs: `folds.together` of the digests of those that it was trained and measured on;
+            empty as above.
     """
 
     accuracy: float
@@ -146,8 +147,8 @@ def known(at: Path, said: Sequence[str], recipe: str = "", photographs: str = ""
         )
     if photographs and result.photographs != photographs:
         raise ValueError(
-            f"{at} is not of these photographs: remove it to train again, or keep their results "
-            "elsewhere (--results)"
+            f"{at} is not of these photographs, or does not say of which: remove it to train "
+            "again, or keep the results of these in another folder"
         )
     return result
 
@@ -162,10 +163,12 @@ def alone_in(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            busy = f"another command trains for {folder} now: wait until it ends"
+            raise ValueError(busy) from error
         yield
-    except BlockingIOError as error:
-        raise ValueError(f"another command trains for {folder} now: wait until it ends") from error
     finally:
         os.close(descriptor)
 

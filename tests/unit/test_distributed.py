@@ -4,6 +4,8 @@ on simulated cards."""
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +17,7 @@ from distdl.distributed import process_group, rank_table
 from distdl.ranks.environment import Environment
 from distdl.strategies import DDPStrategy, FSDPStrategy
 from distdl.util.errors import UserError
+from tests.conftest import matrix_only
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -100,6 +103,21 @@ def test_a_processor_that_is_slow_in_bf16_is_named(monkeypatch, caplog):
     rank_table.warn_of_slow_bf16("cpu", "bf16-mixed")
     assert "this processor is slow in bf16, and takes 1.5 times as long" in caplog.text
     assert "trainer.precision=32-true is faster here" in caplog.text
+
+
+@matrix_only
+def test_a_processor_without_bf16_is_measured_to_be_slow():
+    """oneDNN, restricted to the instructions of an older processor, in a process of its own: 5 to
+    12 times as slow in one thread."""
+    code = """
+from distdl.distributed import rank_table
+rank_table.warn_of_slow_bf16("cpu", "bf16-mixed")
+"""
+    env = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    assert done.stderr.count("this processor is slow in bf16, and takes ") == 1
+    assert "trainer.precision=32-true is faster here" in done.stderr
 
 
 def test_where_bf16_is_faster_nothing_is_said(monkeypatch, caplog):

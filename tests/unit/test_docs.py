@@ -25,8 +25,8 @@ PAGES = sorted(page for page in FOUND if "outputs" not in page.parts)
 FENCE = re.compile(r"^```(\w*) ?(\S*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 # What a reader puts something of his own for. /path/to/... composes, it is only no folder.
-COMPOSE = ("resume", "plan", "scale", "doctor")  # verbs whose `key=value` are a config's
 PLACEHOLDER = re.compile(r"\bRUN\b|<|\.\.\.|\bDIR\b")
+COMPOSE = ("resume", "plan", "scale", "doctor")  # verbs whose `key=value` are a config's
 
 
 def name(page):

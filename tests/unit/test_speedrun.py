@@ -94,16 +94,16 @@ def test_what_is_listed_is_found_in_any_folder_and_nothing_else_is_taken(tmp_pat
 
 def test_other_pixels_under_the_same_names_are_noticed(tmp_path):
     splits = {"train": listing(tmp_path / "train"), "val": listing(tmp_path / "val")}
-    assert not folds.of_the_records(splits), "other names"
+    assert not folds.of_the_records(folds.digests(splits)), "other names"
     file = tmp_path / "sha256.txt"
-    digests = {split: folds.digest({split: splits[split]}) for split in splits}
-    file.write_text("".join(f"{digest}  {split}\n" for split, digest in digests.items()))
-    whole = folds.digest(splits)
-    assert folds.of_the_records(splits, file)
+    before = folds.digests(splits)
+    file.write_text("".join(f"{digest}  {split}\n" for split, digest in before.items()))
+    assert folds.of_the_records(before, file)
     splits["val"]["class0"][3].write_bytes(b"smaller")
-    assert not folds.of_the_records(splits, file)
-    assert folds.of_the_records({"train": splits["train"]}, file)
-    assert folds.digest(splits) != whole
+    after = folds.digests(splits)
+    assert not folds.of_the_records(after, file)
+    assert folds.of_the_records({"train": after["train"]}, file)
+    assert folds.together(after) != folds.together(before)
 
 
 def test_the_lists_share_no_photograph():
@@ -186,7 +186,9 @@ def test_what_is_there_is_not_trained_again_and_not_taken_for_another(tmp_path, 
     at = tmp_path / "first-fold0-seed3.json"
     first = ["+experiment=first"]
     assert training.trained(at, tmp_path, first, 3, photographs="theirs") == done
-    with pytest.raises(ValueError, match="is not of these photographs: remove it to train again"):
+    with pytest.raises(
+        ValueError, match=r"is not of these photographs, .*remove it to train again"
+    ):
         training.trained(at, tmp_path, first, 3, photographs="others")
     conf = shutil.copytree(training.CONF, tmp_path / "conf")
     recipe = conf / "experiment" / "first.yaml"
@@ -308,7 +310,7 @@ def others(tmp_path, monkeypatch):
 
 
 def test_other_photographs_get_no_verdict_and_no_result_of_the_leaderboards(others, capsys):
-    digest = folds.digest(folds.measured(Path(), [Path("train")]))
+    digest = folds.together(folds.digests(folds.measured(Path(), [Path("train")])))
     for name in ("first", "small_float32"):
         for seed in range(2):
             said = training.said_of([f"+experiment={name}"], seed)

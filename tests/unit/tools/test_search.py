@@ -466,7 +466,11 @@ def test_a_rank_waits_for_its_verdict_but_not_for_ever(tmp_path, monkeypatch):
 
     def waited(step):
         slept.clear()
+        began = time.monotonic()
         assert waits.after(step) is Word.GO_ON
+        if slept:
+            assert time.monotonic() - began > 0.4
+            assert sum(slept) <= 0.5 + verdicts.LOOK_S, "the patience"
         return bool(slept)
 
     waits = Verdicts(tmp_path, patience=0.5)
