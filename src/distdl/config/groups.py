@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.resources import files
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -50,15 +50,21 @@ def group_options(group: str) -> list[str]:
 
 @functools.cache
 def _options(group: str) -> tuple[str, ...]:
-    """Asked of the files once a session: a start asks of some groups a dozen times."""
+    """Asked of the files once a session: a start asks of some groups a dozen times. The loader's
+    own function copies the whole repository for each question."""
     from hydra.core.global_hydra import GlobalHydra
 
-    loader = GlobalHydra.instance().config_loader()
-    return tuple(sorted(o for o in loader.get_group_options(group) if o != "__init__"))
+    loader: Any = GlobalHydra.instance().config_loader()
+    return tuple(sorted(o for o in loader.repository.get_group_options(group) if o != "__init__"))
 
 
 def defaults() -> dict[str, list[str]]:
     """The groups in the primary defaults list, each with its default options."""
+    return {group: [*options] for group, options in _defaults().items()}
+
+
+@functools.cache
+def _defaults() -> dict[str, list[str]]:
     primary = OmegaConf.create(files("distdl.conf").joinpath("distdl.yaml").read_text())
     entries = [entry for entry in primary.defaults if isinstance(entry, DictConfig)]
     chosen = {str(group): option for entry in entries for group, option in entry.items()}
