@@ -219,8 +219,8 @@ speedrun:  ## the most accurate training in the CPU time of the first, three see
 	@$(MAKE) --no-print-directory --silent setup
 	$(BIN)/python -m benchmarks.speedrun $(ROW) --photographs $(PHOTOGRAPHS)
 
-bench: setup  ## every benchmark that fits this machine, each against its competitor
-	$(BIN)/python -m benchmarks.run
+bench: setup  ## every benchmark that fits this machine, each against its competitor; PARTS="a b": only these
+	$(BIN)/python -m benchmarks.run --keep $(PARTS)
 
 clean:  ## what make made; your runs in outputs/ stay
 	rm -rf $(VENV) .servers .lightnings build dist src/*.egg-info native/build native/*.egg-info .pytest_cache .mypy_cache .ruff_cache

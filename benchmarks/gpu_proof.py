@@ -36,7 +36,7 @@ import torch
 
 from benchmarks import gpu
 from benchmarks.gpu import BYTES_PER_IMAGE, Loop, Size, by_distdl, rate_of
-from benchmarks.table import Goal, paired
+from benchmarks.table import Goal, commit, paired
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/RESULTS_GPU.md"
@@ -154,15 +154,6 @@ def tested(which: str, rehearsal: bool) -> tuple[str, str]:
     if done.returncode == 0:
         outcome = "found, not run" if rehearsal else "passed"
     return outcome, "; ".join([last, *failed])
-
-
-def commit() -> str:
-    """Of distdl, with a + if files have changed since; "unknown" without git."""
-    command = ["git", "describe", "--always", "--exclude=*", "--dirty=+"]
-    with suppress(OSError):
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        return done.stdout.strip() or "unknown"
-    return "unknown"
 
 
 def kind_of_machine(rehearsal: bool) -> str:

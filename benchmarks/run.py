@@ -1,21 +1,31 @@
-"""`make bench`: runs what fits this machine and writes benchmarks/RESULTS.md.
+"""`make bench`: measures what fits this machine, and writes benchmarks/RESULTS.md.
 
-    python -m benchmarks.run                     # all parts; that for a GPU only if there is one
-    python -m benchmarks.run overhead startup    # prints these parts, and writes nothing
+    python -m benchmarks.run                     # prints all parts; that for a GPU if there is one
+    python -m benchmarks.run overhead startup    # prints these
+    python -m benchmarks.run --keep [PART ...]   # also keeps what they measured
+    python -m benchmarks.run --page              # measures nothing, and makes the page anew
 
-If a part fails, the others still run; the page shows its error, and the exit code is 1.
+A part that is kept is written when it ends, to a file of its own in benchmarks/results, and
+RESULTS.md is made anew from all of them: whatever cuts the time off loses one part. Parts whose
+results are oldest come first, so the same command goes on where it was cut off. If a part fails,
+the others still run, its earlier result stays, and the exit code is 1.
 """
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import importlib
+import json
 import sys
 import time
 import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from benchmarks.table import HEADER, Goal, machine
+from benchmarks.table import HEADER, Goal, commit, machine
 
 # The short ones first; each has `main() -> Part`.
 CPU = (
@@ -39,101 +49,191 @@ CPU = (
 )
 ALL = (*CPU, "loader", "gpu")
 PAGE = Path(__file__).with_name("RESULTS.md")
-GPU_COMMAND = "python -m benchmarks.run gpu"
+KEPT = Path(__file__).with_name("results")
 
 
 class Part(Protocol):
     """The result of a benchmark's `main`."""
 
     @property
-    def goals(self) -> list[Goal]: ...
+    def goals(self) -> Sequence[Goal]: ...
 
     def markdown(self) -> str: ...
 
 
-class Failed:
-    """Stands for a part whose benchmark ended with an error."""
+@dataclass(frozen=True)
+class Kept:
+    """What a part measured, when, where, and with which distdl.
 
-    def __init__(self, name: str, error: BaseException) -> None:
-        self.name = name
-        self.error = "".join(traceback.format_exception_only(error)).strip()
+    Args:
+        ended: Local time, as ISO 8601 writes it, to the second.
+        seconds: None where it was not written down.
+        text: Its section of the page, without the title.
+        remark: What a person adds, such as what else the machine did; gone with the next result.
+    """
 
-    goals: list[Goal] = []
+    name: str
+    title: str
+    ended: str
+    commit: str
+    machine: str
+    seconds: float | None
+    goals: Sequence[Goal]
+    text: str
+    remark: str = ""
 
-    def markdown(self) -> str:
-        return (
-            f"## {self.name}: failed\n\n```\n{self.error[-2000:]}\n```\n\n"
-            f"`python -m benchmarks.run {self.name}`"
-        )
+    @classmethod
+    def of(cls, name: str, part: Part, seconds: float) -> Kept:
+        title, _, text = part.markdown().removeprefix("## ").partition("\n")
+        ended = time.strftime("%Y-%m-%dT%H:%M:%S")
+        goals = tuple(part.goals)
+        return cls(name, title, ended, commit(), machine(), seconds, goals, text.strip())
+
+    @classmethod
+    def read(cls, name: str) -> Kept | None:
+        """None without a result, and where its file is damaged, which is said."""
+        file = KEPT / f"{name}.json"
+        if not file.exists():
+            return None
+        try:
+            fields: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+            goals = [_goal(**each) for each in fields.pop("goals")]
+            text = "\n".join(fields.pop("text"))
+            return cls(name, goals=goals, text=text, **fields)
+        except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
+            print(f"{file.name} is damaged, so this part counts as not measured: {error}")
+            return None
+
+    def write(self) -> None:
+        """The text is a list of lines, so that a difference between two results can be read."""
+        fields = dataclasses.asdict(self) | {"text": self.text.splitlines()}
+        del fields["name"]
+        KEPT.mkdir(exist_ok=True)
+        half = KEPT / f"{self.name}.part"
+        half.write_text(json.dumps(fields, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        half.replace(KEPT / f"{self.name}.json")
+
+    def section(self) -> str:
+        minutes = "" if self.seconds is None else f", in {self.seconds / 60:.1f} minutes"
+        measured = f"Measured on {self.ended[:10]} with distdl at {self.commit}{minutes}."
+        paragraphs = [f"## {self.title}", measured, self.remark, self.text]
+        return "\n\n".join(paragraph for paragraph in paragraphs if paragraph)
 
 
-def measured(name: str) -> Part:
-    """Runs one part; prints how long it took, and its error if it failed."""
+def _goal(same: Sequence[float] | None, **fields: Any) -> Goal:
+    return Goal(same=None if same is None else (same[0], same[1]), **fields)
+
+
+def measured(name: str) -> Kept | None:
+    """Runs one part and prints its result; None, with its error, if it failed."""
     started = time.monotonic()
     print(f"{name} ...", flush=True)
     try:
-        result: Part = importlib.import_module(f"benchmarks.{name}").main()
-    except Exception as error:
+        part: Part = importlib.import_module(f"benchmarks.{name}").main()
+    # Whatever ends a benchmark, the others shall run.
+    except Exception:
         traceback.print_exc()
-        result = Failed(name, error)
-    how = "failed" if isinstance(result, Failed) else "done"
-    print(result.markdown(), flush=True)
-    print(f"{name}: {how} in {time.monotonic() - started:.0f} s\n", flush=True)
+        print(f"{name}: failed in {time.monotonic() - started:.0f} s\n", flush=True)
+        return None
+    result = Kept.of(name, part, time.monotonic() - started)
+    print(f"{result.section()}\n\n{name}: done\n", flush=True)
     return result
 
 
-def page(parts: list[Part], missing: list[Goal], seconds: float) -> str:
-    """The text of RESULTS.md."""
-    goals = [goal for part in parts for goal in part.goals] + missing
+def page() -> str:
+    """The text of RESULTS.md, from all results that are kept."""
+    from benchmarks import gpu
+
+    found = {name: Kept.read(name) for name in ALL}
+    kept = [each for each in found.values() if each is not None]
+    machines = dict.fromkeys(each.machine for each in kept)
+    where = [
+        f"- {place}: " + ", ".join(each.name for each in kept if each.machine == place)
+        for place in machines
+    ]
+    goals = [goal for each in kept for goal in each.goals]
+    if found["gpu"] is None:
+        goals += gpu.not_run()
     sections = [
         "# Results",
-        f"{time.strftime('%Y-%m-%d')}, {machine()}.",
-        f"`make bench`, {seconds / 60:.1f} minutes. Interleaved: A, B, C, A, B, C. Ratios are "
+        "`make bench` writes this page. Each part says when it was measured, and was measured on:",
+        "\n".join(where),
+        "Interleaved: A, B, C, A, B, C. Ratios are "
         "those of the medians; where trainings take turns (MLflow, DDP, pipeline), the median of "
         "the rounds' ratios. A/A is the range of the competitor's ratio to itself in the same run, "
         "with 95 % confidence. A goal within 2 % of 1 is also reached inside this range. If the "
         "range is wider than 0.1, the machine was not idle, and the goal stays undecided.",
         HEADER + "\n" + "\n".join(goal.row() for goal in goals),
-        *(part.markdown() for part in parts),
+        *(each.section() for each in kept),
     ]
+    missing = [name for name in CPU if found[name] is None]
     if missing:
         sections.append(
+            "## Without a result\n\n"
+            f"{', '.join(missing)}: `python -m benchmarks.run --keep {' '.join(missing)}`"
+        )
+    if found["gpu"] is None:
+        sections.append(
             "## Not run\n\nThis machine has no NVIDIA GPU. On a machine with one, "
-            f"`{GPU_COMMAND}` measures:\n\n"
-            + "\n".join(f"- {goal.what}: {goal.goal}" for goal in missing)
+            "`python -m benchmarks.run gpu` measures:\n\n"
+            + "\n".join(f"- {goal.what}: {goal.goal}" for goal in gpu.not_run())
             + "\n\n[RESULTS_GPU.md](RESULTS_GPU.md) is what was measured on one once."
         )
     return "\n\n".join(sections) + "\n"
 
 
-def main(names: list[str]) -> int:
-    if {"-h", "--help"} & set(names):
-        print(f"{__doc__}\nparts: {', '.join(ALL)}")
+def oldest_first(names: Sequence[str]) -> list[str]:
+    """Those without a result before all others."""
+
+    def ended(name: str) -> str:
+        kept = Kept.read(name)
+        return "" if kept is None else kept.ended
+
+    return sorted(names, key=ended)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.run",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(ALL))
+    parser.add_argument("--keep", action="store_true", help=f"writes {KEPT.name}/ and {PAGE.name}")
+    parser.add_argument("--page", action="store_true", help=f"only writes {PAGE.name}")
+    options = parser.parse_args(words)
+    if options.page:
+        PAGE.write_text(page(), encoding="utf-8")
+        print(PAGE)
         return 0
-    unknown = set(names) - set(ALL)
+    unknown = [name for name in options.parts if name not in ALL]
     if unknown:
-        print(f"unknown benchmark {', '.join(sorted(unknown))}; choose from: {', '.join(ALL)}")
+        print(f"unknown benchmark {', '.join(unknown)}; choose from: {', '.join(ALL)}")
         return 2
     from benchmarks import gpu
 
-    if "gpu" in names and not gpu.available():
+    if "gpu" in options.parts and not gpu.available():
         print("gpu: needs an NVIDIA GPU, and torch sees none on this machine")
         return 2
-    chosen = names or [name for name in ALL if name != "gpu" or gpu.available()]
-    started = time.monotonic()
-    parts = [measured(name) for name in chosen]
-    missing = [] if "gpu" in chosen else gpu.not_run()
-    text = page(parts, missing if not names else [], time.monotonic() - started)
-    if names:
-        print("\n".join([HEADER, *(goal.row() for part in parts for goal in part.goals)]))
-    else:
-        PAGE.write_text(text)
-        print(f"{PAGE.name}: {(time.monotonic() - started) / 60:.1f} minutes")
-    failed = [part.name for part in parts if isinstance(part, Failed)]
+    chosen = options.parts or [name for name in ALL if name != "gpu" or gpu.available()]
+    if options.keep:
+        chosen = oldest_first(chosen)
+    results = {}
+    for name in chosen:
+        results[name] = result = measured(name)
+        if options.keep and result is not None:
+            result.write()
+            PAGE.write_text(page(), encoding="utf-8")
+    rows = [goal.row() for each in results.values() if each is not None for goal in each.goals]
+    print("\n".join([HEADER, *rows]))
+    if options.keep:
+        print(f"{PAGE}: {len(rows)} goals of {len(results)} parts are new")
+    failed = [name for name, result in results.items() if result is None]
     if failed:
         print(f"failed: {', '.join(failed)}")
     return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

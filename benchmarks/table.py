@@ -7,12 +7,17 @@ import platform
 import random
 import re
 import statistics
+import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 
 NEAR = 0.02  # a goal so close to 1 also counts as reached inside the spread of A against A
 WIDEST = 0.1  # a wider spread of A against A means that the machine was not idle
+ROOT = Path(__file__).resolve().parents[1]
+# What the benchmarks themselves write.
+NO_CHANGE = (":!benchmarks/results", ":!benchmarks/RESULTS*.md")
 HEADER = "| where | ratio | goal | measured | reached |\n|---|---|---|---|---|"
 
 
@@ -36,7 +41,7 @@ class Goal:
 
     @cached_property
     def _bound(self) -> tuple[str, float]:
-        match = re.match(r"at (most|least) (\d+(?:\.\d+)?)", self.goal)
+        match = re.match(r"at (most|least) (\d+(?:\.\d+)?(?:e-?\d+)?)(?!\S)", self.goal)
         if match is None:
             raise ValueError(f"a goal begins with 'at most 1.0' or 'at least 1.0', not {self.goal}")
         return match[1], float(match[2])
@@ -163,6 +168,21 @@ def row(name: str, values: Sequence[float], unit: str) -> str:
     high = max(values)
     middle = statistics.median(values)
     return f"| {name} | {middle:.4g} | {low:.4g} | {high:.4g} | {unit} | {len(values)} |"
+
+
+def commit() -> str:
+    """Of distdl, with a + if files other than results have changed since; "unknown" without git."""
+    try:
+        name = _git("rev-parse", "--short", "HEAD")
+        changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", *NO_CHANGE)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return f"{name}+" if changed else name
+
+
+def _git(*words: str) -> str:
+    done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
 
 
 def machine() -> str:

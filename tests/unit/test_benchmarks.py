@@ -2,6 +2,8 @@
 
 import importlib
 import os
+import signal
+import subprocess
 from pathlib import Path
 
 import psutil
@@ -37,32 +39,99 @@ def result():
     return Result("A (s)", "B", "at most 0.5", 0.25, rows, "python -m x", more=more)
 
 
-def test_the_page_and_a_part_that_fails(monkeypatch, tmp_path, capsys):
+@pytest.fixture
+def parts(monkeypatch, tmp_path):
+    """Three parts: one that measures, one that fails, and one that needs a GPU."""
+
     def broken():
         raise RuntimeError("no room on the disk")
 
-    for name in run.ALL:
-        assert callable(importlib.import_module(f"benchmarks.{name}").main), name
+    monkeypatch.setattr(run, "CPU", ("startup", "overhead"))
     monkeypatch.setattr(run, "ALL", ("startup", "overhead", "gpu"))
     monkeypatch.setattr(run, "PAGE", tmp_path / "RESULTS.md")
+    monkeypatch.setattr(run, "KEPT", tmp_path / "results")
     monkeypatch.setattr(gpu, "available", lambda: False)
     monkeypatch.setattr("benchmarks.startup.main", result)
     monkeypatch.setattr("benchmarks.overhead.main", broken)
-    assert run.main([]) == 1
+
+
+def test_each_part_can_be_run():
+    for name in run.ALL:
+        assert callable(importlib.import_module(f"benchmarks.{name}").main), name
+
+
+def test_a_part_is_kept_when_it_ends_and_one_that_fails_loses_nothing(parts, monkeypatch, capsys):
+    assert run.main(["--keep"]) == 1
     page = run.PAGE.read_text()
     assert "**0.250** (goal: at most 0.5: reached)" in page
     assert "| one | 2 | 1 | 3 | s | 3 |" in page
     assert "c to d: **1.500** (goal: at least 2: not reached)." in page
-    assert "## overhead: failed\n\n```\nRuntimeError: no room on the disk\n```" in page
+    assert "overhead: `python -m benchmarks.run --keep overhead`" in page
     assert page.count("| GPU | ") == page.count("| not run |") == 4
-    assert "failed: overhead" in capsys.readouterr().out
-    # Some of them: nothing is written.
-    run.PAGE.unlink()
+    printed = capsys.readouterr().out
+    assert "failed: overhead" in printed
+    # Without a result, it is the first the next time; whatever ends that, the page has it.
+    measured = []
+    monkeypatch.setattr("benchmarks.overhead.main", lambda: measured.append("overhead") or result())
+    monkeypatch.setattr("benchmarks.startup.main", lambda: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        run.main(["--keep"])
+    assert measured == ["overhead"]
+    assert run.PAGE.read_text().count("| CPU | A (s) | <= 0.5 | 0.250 | reached |") == 2
+    # An earlier result is not lost to an error.
+    monkeypatch.setattr("benchmarks.startup.main", lambda: 1 / 0)
+    before = run.PAGE.read_text()
+    assert run.main(["--keep", "startup"]) == 1
+    assert run.PAGE.read_text() == before
+
+
+def test_what_is_only_run_is_not_kept(parts, capsys):
     assert run.main(["startup"]) == 0
     assert not run.PAGE.exists()
+    assert not run.KEPT.exists()
     assert "| CPU | A (s) | <= 0.5 | 0.250 | reached |" in capsys.readouterr().out
     assert run.main(["startups"]) == run.main(["gpu"]) == 2
     assert "needs an NVIDIA GPU" in capsys.readouterr().out
+
+
+def test_a_damaged_result_is_named_and_counts_as_none(parts, capsys):
+    assert run.main(["--keep", "startup"]) == 0
+    for damaged in ('{"title": "A', "[]", '{"goals": []}', '{"goals": [{"what": 1}], "text": []}'):
+        (run.KEPT / "startup.json").write_text(damaged)
+        assert run.main(["--page"]) == 0
+        assert "startup.json is damaged" in capsys.readouterr().out
+        assert "startup, overhead: `python" in run.PAGE.read_text()
+
+
+def test_the_committed_page_is_made_of_the_committed_results():
+    assert run.page() == run.PAGE.read_text(encoding="utf-8")
+
+
+def test_results_are_no_change_of_distdl(monkeypatch, tmp_path):
+    def git(*words):
+        who = ("-c", "user.name=a", "-c", "user.email=a@b")
+        subprocess.run(["git", *who, *words], cwd=tmp_path, check=True, capture_output=True)
+
+    monkeypatch.setattr(table, "ROOT", tmp_path)
+    git("init")
+    for name in ("benchmarks/RESULTS.md", "benchmarks/results/ddp.json", "code.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).write_text("1")
+    git("add", ".")
+    git("commit", "-m", "first")
+    named = table.commit()
+    for name in ("benchmarks/RESULTS.md", "benchmarks/results/ddp.json"):
+        (tmp_path / name).write_text("2")
+    assert len(named) >= 7
+    assert table.commit() == named
+    (tmp_path / "code.py").write_text("2")
+    assert table.commit() == f"{named}+"
+
+
+def test_a_goal_with_an_exponent_is_not_cut_short():
+    assert Goal("a to b", "at most 1e-05", 0.5).state == "not reached"
+    with pytest.raises(ValueError, match="begins with"):
+        Goal("a to b", "at most 1.0.5", 0.5).row()
 
 
 TINY = (
