@@ -115,11 +115,12 @@ def pytest_collection_finish() -> None:
     """From here on garbage collection ignores the half million objects of the imports, at which it
     would look time and again, for a sixth of a unit test's time. And torch computes in one thread,
     as in the ranks: those of two test processes wait for each other in loops that take as much
-    again of a core."""
+    again of a core. A loader's worker that does not end is killed after half a second, not 5."""
     gc.enable()
     gc.freeze()
-    if "torch" in sys.modules:
-        sys.modules["torch"].set_num_threads(1)
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
+        torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.5
 
 
 def _remove(folder: str, owner: int) -> None:
@@ -255,10 +256,11 @@ def rank_0_again() -> Iterator[None]:
 def projects_forgotten(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Code of a project that a test wrote, and that distdl imported in this process, is not there
     for the next file, whose project may have modules of the same names."""
+    before = {*sys.modules}
     yield
     projects = str(tmp_path_factory.getbasetemp())
-    for name, module in [*sys.modules.items()]:
-        known = vars(module)
+    for name in sys.modules.keys() - before:
+        known = vars(sys.modules[name])
         places = [known.get("__file__"), *(known.get("__path__") or ())]
         if any(str(place).startswith(projects) for place in places):
             del sys.modules[name]

@@ -76,21 +76,21 @@ OFTEN = {"val_check_interval": 2}
 CLIPPED = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
 
 IDIOMS = {
-    "template": Idiom(STEP, "subclass", CLIPPED, two=(), quick=True),
+    "template": Idiom(STEP, "subclass", CLIPPED, two=()),
     "exponential": Idiom(EXPONENTIAL, "unbatched", {"precision": "bf16-mixed"}),
     "plateau": Idiom(PLATEAU, "weighted", every=None, two=()),
     "sequential": Idiom(SEQUENTIAL, "torchs batches", {"precision": "16-mixed"}, two=()),
-    "gan": Idiom(GAN, two=UNUSED, quick=True),
+    "gan": Idiom(GAN, two=UNUSED),
     # At the end of an epoch Lightning and the module do more after the hooks of callbacks.
     "gan-of-a-stream": Idiom(GAN, "stream", every=None, two=UNUSED, quick=True),
-    "vae": Idiom(of("modules.VAE"), "batches", tracking="tensorboard", two=(), quick=True),
+    "vae": Idiom(of("modules.VAE"), "batches", tracking="tensorboard", two=()),
     "contrastive": Idiom(CONTRASTIVE, two=()),
     "in-the-module": Idiom(of("modules.Complete", batch_size=4), None, quick=True),
     "several-validations": Idiom(data="two sets", checkpoint=FIRST_SET, two=()),
     # A validation is due where checkpoints are written: before the plateau's step, and after it.
     "by-hand": Idiom(BY_HAND, "plain", OFTEN, {"monitor": None}, two=UNUSED, quick=True),
     # The last epoch is that of the batch norm.
-    "swa": Idiom(callbacks={"swa": SWA}, beside=BAR, batches=32, two=(), quick=True),
+    "swa": Idiom(callbacks={"swa": SWA}, beside=BAR, batches=32, two=()),
     # Its average is not in the last checkpoint.
     "swa-without-batch-norm": Idiom(CONTRASTIVE, callbacks={"swa": SWA}, evaluated=False),
     "ema": Idiom(callbacks={"ema": theirs("EMAWeightAveraging", decay=0.5)}),

@@ -129,7 +129,7 @@ def check(project, fault, expected, seconds):
     return report
 
 
-@pytest.mark.parametrize("fault", list(CASES) if MATRIX else [*CASES][1:4])
+@pytest.mark.parametrize("fault", CASES if MATRIX else ["stop", "disk"])
 def test_the_report_names_the_rank_and_the_cause(fault, project, background):
     expected = CASES[fault]
     words = (*TWO, *expected.overrides)

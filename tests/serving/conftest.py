@@ -17,6 +17,8 @@ DATA = ("data=imagenet", "data.root=images", "data.num_classes=3", "data.image_s
 SMALL = ("model=resnet18", "data.batch_size=4", "data.num_workers=0", "trainer.accelerator=cpu")
 SHORT = ("trainer.max_epochs=1", "schedule.warmup_epochs=0", "tracking.mlflow.register=insects")
 RUN = "outputs/default/r"
+# What shares `project` runs in one process, which then makes it once.
+EXPORTED = pytest.mark.xdist_group("exported")
 # Refuses every import of distdl, as on a machine where it is not installed.
 WITHOUT_DISTDL = """
 import sys

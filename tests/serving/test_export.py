@@ -26,8 +26,9 @@ from distdl.tools.serving.scorer import Scorer
 from distdl.util.digests import sha256_of
 from distdl.util.errors import Disagrees, UserError
 from tests.conftest import UNCHECKED, matrix_only, status
-from tests.serving.conftest import RUN, VAL, accuracy, export, outside, validation_images
+from tests.serving.conftest import EXPORTED, RUN, VAL, accuracy, export, outside, validation_images
 
+pytestmark = EXPORTED
 # Both print what each image is answered with, by a Python of its own that has no distdl.
 IMAGES = """
 import json, pathlib

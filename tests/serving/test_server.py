@@ -16,7 +16,7 @@ from distdl.cli.serve import model as find_model
 from distdl.tools.serving.batching import DECODERS
 from tests.conftest import UNCHECKED, matrix_only, status
 from tests.serving.colours import Gated, Server, photo, without_distdl, write_model
-from tests.serving.conftest import RUN, accuracy, validation_images
+from tests.serving.conftest import EXPORTED, RUN, accuracy, validation_images
 from tests.waiting import until
 
 MB = 2**20
@@ -345,6 +345,7 @@ def test_refused_folders(command, model, tmp_path):
     assert find_model(folder) == folder
 
 
+@EXPORTED
 def test_a_run_is_served_as_it_was_validated(project, background):
     """From a run to answers in one command, with an export if there is none."""
     started = background("serve", RUN, "serve.port=0", cwd=project, module=UNCHECKED)

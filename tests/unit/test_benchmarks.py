@@ -2,7 +2,6 @@
 
 import importlib
 import os
-import signal
 import subprocess
 from pathlib import Path
 
@@ -39,12 +38,18 @@ def result():
     return Result("A (s)", "B", "at most 0.5", 0.25, rows, "python -m x", more=more)
 
 
+def ends(error):
+    """A part that an error ends."""
+
+    def main():
+        raise error
+
+    return main
+
+
 @pytest.fixture
 def parts(monkeypatch, tmp_path):
     """Three parts: one that measures, one that fails, and one that needs a GPU."""
-
-    def broken():
-        raise RuntimeError("no room on the disk")
 
     monkeypatch.setattr(run, "CPU", ("startup", "overhead"))
     monkeypatch.setattr(run, "ALL", ("startup", "overhead", "gpu"))
@@ -52,7 +57,7 @@ def parts(monkeypatch, tmp_path):
     monkeypatch.setattr(run, "KEPT", tmp_path / "results")
     monkeypatch.setattr(gpu, "available", lambda: False)
     monkeypatch.setattr("benchmarks.startup.main", result)
-    monkeypatch.setattr("benchmarks.overhead.main", broken)
+    monkeypatch.setattr("benchmarks.overhead.main", ends(RuntimeError("no room on the disk")))
 
 
 def test_each_part_can_be_run():
@@ -73,13 +78,13 @@ def test_a_part_is_kept_when_it_ends_and_one_that_fails_loses_nothing(parts, mon
     # Without a result, it is the first the next time; whatever ends that, the page has it.
     measured = []
     monkeypatch.setattr("benchmarks.overhead.main", lambda: measured.append("overhead") or result())
-    monkeypatch.setattr("benchmarks.startup.main", lambda: os.kill(os.getpid(), signal.SIGINT))
+    monkeypatch.setattr("benchmarks.startup.main", ends(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
         run.main(["--keep"])
     assert measured == ["overhead"]
     assert run.PAGE.read_text().count("| CPU | A (s) | <= 0.5 | 0.250 | reached |") == 2
     # An earlier result is not lost to an error.
-    monkeypatch.setattr("benchmarks.startup.main", lambda: 1 / 0)
+    monkeypatch.setattr("benchmarks.startup.main", ends(OSError("no room on the disk")))
     before = run.PAGE.read_text()
     assert run.main(["--keep", "startup"]) == 1
     assert run.PAGE.read_text() == before

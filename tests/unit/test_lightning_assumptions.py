@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import inspect
 import signal
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -77,9 +78,9 @@ class Net(BoringModel):
 
     def note(self, hook: str) -> None:
         callers = {
-            f"{frame.frame.f_locals['self'].__class__.__name__}.{frame.function}"
-            for frame in inspect.stack()
-            if "self" in frame.frame.f_locals
+            f"{frame.f_locals['self'].__class__.__name__}.{frame.f_code.co_name}"
+            for frame, _ in traceback.walk_stack(None)
+            if "self" in frame.f_locals
         }
         self.seen.append((hook, callers))
 

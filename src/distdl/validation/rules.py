@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import os
 import re
@@ -95,15 +96,16 @@ def trainer(resolved: Resolved) -> Iterator[Problem]:
             yield Problem(path, what, f"{path}={remedy}, or task=validate", code="out-of-range")
 
 
-def _trainer_takes() -> list[str]:
+@functools.cache
+def _trainer_takes() -> tuple[str, ...]:
     """The arguments of Lightning's Trainer, read from its source: importing it takes seconds."""
     package = importlib.util.find_spec("lightning")
     for folder in (package and package.submodule_search_locations) or ():
         source = Path(folder) / "pytorch/trainer/trainer.py"
         for node in ast.walk(ast.parse(source.read_text())):
             if isinstance(node, ast.FunctionDef) and node.name == "__init__":
-                return [each.arg for each in (*node.args.args[1:], *node.args.kwonlyargs)]
-    return []
+                return tuple(each.arg for each in (*node.args.args[1:], *node.args.kwonlyargs))
+    return ()
 
 
 def class_paths(resolved: Resolved) -> Iterator[Problem]:
