@@ -182,7 +182,8 @@ def test_a_job_from_the_submission_to_its_expiry(kube, submit, tmp_path):
     assert (tmp_path / "fetched/attempts/001/logs/rank_1.log").exists()
 
 
-@pytest.mark.parametrize("killed", [1, pytest.param(0, marks=matrix_only)])
+@matrix_only
+@pytest.mark.parametrize("killed", [1, 0])
 def test_a_killed_pod_lets_all_pods_join_the_next_start(kube, submit, tmp_path, killed):
     job = submit((LONG, SHORT), (LONG, SHORT), retries=1)
     pods = running(kube)

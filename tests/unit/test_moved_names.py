@@ -14,8 +14,8 @@ from tests.conftest import ROOT
 
 ONCE = """
 import distdl.errors, distdl.util.errors
-import distdl.serving.formats as old
-import distdl.tools.serving.formats as new
+import distdl.scaling.fit as old
+import distdl.tools.scaling.fit as new
 from distdl.errors import UserError
 from distdl.health.incident import write
 assert distdl.errors is distdl.util.errors and old is new
