@@ -177,6 +177,11 @@ def differences(folder: Path) -> str:
     )
 
 
+def absent() -> dict[str, str]:
+    """The arms that are not installed, each with what installs it."""
+    return {arm: "make .servers/loaders" for arm in ARMS if not installed(arm)}
+
+
 def main(size: Size | None = None) -> Result:
     size = size or Size()
     warnings.filterwarnings("ignore")
@@ -219,10 +224,7 @@ def main(size: Size | None = None) -> Result:
         )
     ]
     of = "photographs" if "DISTDL_PHOTOGRAPHS" in os.environ else "generated JPEGs, 110 kB each"
-    absent = [arm for arm in ARMS if not installed(arm)]
     notes = [pixels, f"The images: {size.files} files of {of}."]
-    if absent:
-        notes.append(f"Not installed: {', '.join(absent)}.")
     if augmented:
         notes.append("FFCV and SPDL have no RandAugment; that has no goal.")
     ratio = share("full", TORCHVISION)

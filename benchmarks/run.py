@@ -8,7 +8,8 @@
 A part that is kept is written when it ends, to a file of its own in benchmarks/results, and
 RESULTS.md is made anew from all of them: whatever cuts the time off loses one part. Parts whose
 results are oldest come first, so the same command goes on where it was cut off. If a part fails,
-the others still run, its earlier result stays, and the exit code is 1.
+or lacks a competitor that its kept result has, the others still run, that result stays, and the
+exit code is 1.
 """
 
 from __future__ import annotations
@@ -17,17 +18,20 @@ import argparse
 import dataclasses
 import importlib
 import json
+import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Protocol
 
-from benchmarks.table import HEADER, Goal, commit, machine
+from benchmarks.table import HEADER, ROOT, Goal, commit, machine
 
-# The short ones first; each has `main() -> Part`.
+# The short ones first; each has `main() -> Part`, and those with competitors that may be missing
+# `absent()`: their names, each with what installs it.
 CPU = (
     "startup",
     "search",
@@ -50,6 +54,8 @@ CPU = (
 ALL = (*CPU, "loader", "gpu")
 PAGE = Path(__file__).with_name("RESULTS.md")
 KEPT = Path(__file__).with_name("results")
+# Parts whose competitors are in an environment of their own.
+PYTHONS = {"loader": ROOT / ".servers/loaders/bin/python"}
 
 
 class Part(Protocol):
@@ -69,6 +75,7 @@ class Kept:
         ended: Local time, as ISO 8601 writes it, to the second.
         seconds: None where it was not written down.
         text: Its section of the page, without the title.
+        absent: Competitors that were not installed.
         remark: What a person adds, such as what else the machine did; gone with the next result.
     """
 
@@ -80,14 +87,23 @@ class Kept:
     seconds: float | None
     goals: Sequence[Goal]
     text: str
+    absent: Sequence[str] = ()
     remark: str = ""
 
     @classmethod
     def of(cls, name: str, part: Part, seconds: float) -> Kept:
         title, _, text = part.markdown().removeprefix("## ").partition("\n")
-        ended = time.strftime("%Y-%m-%dT%H:%M:%S")
-        goals = tuple(part.goals)
-        return cls(name, title, ended, commit(), machine(), seconds, goals, text.strip())
+        return cls(
+            name,
+            title=title,
+            ended=time.strftime("%Y-%m-%dT%H:%M:%S"),
+            commit=commit(),
+            machine=machine(),
+            seconds=seconds,
+            goals=tuple(part.goals),
+            text=text.strip(),
+            absent=tuple(absent(name)),
+        )
 
     @classmethod
     def read(cls, name: str) -> Kept | None:
@@ -116,6 +132,8 @@ class Kept:
     def section(self) -> str:
         minutes = "" if self.seconds is None else f", in {self.seconds / 60:.1f} minutes"
         measured = f"Measured on {self.ended[:10]} with distdl at {self.commit}{minutes}."
+        if self.absent:
+            measured += f" Not installed: {', '.join(self.absent)}."
         paragraphs = [f"## {self.title}", measured, self.remark, self.text]
         return "\n\n".join(paragraph for paragraph in paragraphs if paragraph)
 
@@ -124,12 +142,45 @@ def _goal(same: Sequence[float] | None, **fields: Any) -> Goal:
     return Goal(same=None if same is None else (same[0], same[1]), **fields)
 
 
+def absent(name: str) -> dict[str, str]:
+    """The competitors of a part that are not installed here, each with what installs it."""
+    of_part: Callable[[], dict[str, str]] = getattr(module_of(name), "absent", dict)
+    return of_part()
+
+
+def module_of(name: str) -> ModuleType:
+    return importlib.import_module(f"benchmarks.{name}")
+
+
+def with_less(name: str) -> str:
+    """Why a new result of a part would say less than the one that is kept; "" if it would not."""
+    kept = Kept.read(name)
+    missing = {} if kept is None else absent(name)
+    lost = {each: how for each, how in missing.items() if kept and each not in kept.absent}
+    if not lost:
+        return ""
+    return (
+        f"{name}: not measured, as its result in {KEPT.name}/ compares with "
+        f"{', '.join(lost)}, not installed here: {', '.join(dict.fromkeys(lost.values()))}"
+    )
+
+
+def elsewhere(name: str, keep: bool) -> int | None:
+    """The exit code of a part in the environment that has its competitors; None without one."""
+    python = PYTHONS.get(name)
+    if python is None or not python.exists() or sys.prefix == str(python.parents[1]):
+        return None
+    words = ["--keep"] if keep else []
+    command = [str(python), "-m", "benchmarks.run", *words, name]
+    return subprocess.run(command, cwd=ROOT, check=False).returncode
+
+
 def measured(name: str) -> Kept | None:
     """Runs one part and prints its result; None, with its error, if it failed."""
     started = time.monotonic()
     print(f"{name} ...", flush=True)
     try:
-        part: Part = importlib.import_module(f"benchmarks.{name}").main()
+        part: Part = module_of(name).main()
     # Whatever ends a benchmark, the others shall run.
     except Exception:
         traceback.print_exc()
@@ -219,17 +270,26 @@ def main(words: Sequence[str] | None = None) -> int:
     chosen = options.parts or [name for name in ALL if name != "gpu" or gpu.available()]
     if options.keep:
         chosen = oldest_first(chosen)
-    results = {}
+    failed = []
+    rows = []
     for name in chosen:
-        results[name] = result = measured(name)
-        if options.keep and result is not None:
+        code = elsewhere(name, options.keep)
+        if code is not None:
+            failed += [name] if code else []
+            continue
+        why_not = with_less(name) if options.keep else ""
+        if why_not:
+            print(why_not, flush=True)
+        result = None if why_not else measured(name)
+        if result is None:
+            failed.append(name)
+            continue
+        rows += [goal.row() for goal in result.goals]
+        if options.keep:
             result.write()
             PAGE.write_text(page(), encoding="utf-8")
-    rows = [goal.row() for each in results.values() if each is not None for goal in each.goals]
+            print(f"{name} is kept in {KEPT.name}/, and {PAGE.name} has it\n", flush=True)
     print("\n".join([HEADER, *rows]))
-    if options.keep:
-        print(f"{PAGE}: {len(rows)} goals of {len(results)} parts are new")
-    failed = [name for name, result in results.items() if result is None]
     if failed:
         print(f"failed: {', '.join(failed)}")
     return 1 if failed else 0

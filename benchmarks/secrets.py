@@ -143,12 +143,23 @@ def written(folder: Path, files: Sequence[tuple[str, bytes]]) -> Path:
     return folder
 
 
+def absent() -> dict[str, str]:
+    """The other tools that are not installed, each with what installs it."""
+    packages = {"kingfisher": "kingfisher-bin", "credsweeper": "credsweeper"}
+    return {
+        tool: f"uv tool install {package}"
+        for tool, package in packages.items()
+        if shutil.which(tool) is None
+    }
+
+
 def main() -> Secrets:
     tools: dict[str, Scanner] = {"distdl": ours}
-    if shutil.which("kingfisher"):
+    missing = absent()
+    if "kingfisher" not in missing:
         levels = ("medium", "low")
         tools |= {f"Kingfisher, confidence {level}": kingfisher(level) for level in levels}
-    if shutil.which("credsweeper"):
+    if "credsweeper" not in missing:
         tools["CredSweeper"] = credsweeper
     harmless = secret_corpus.harmless()
     with tempfile.TemporaryDirectory() as name:

@@ -260,6 +260,10 @@ def row(name: str, chosen: Sequence[Run]) -> str:
     return f"| {name} | {right}{extra} | {ms} | {theirs} | {', '.join(kinds)} |"
 
 
+def absent() -> dict[str, str]:
+    return {} if TRACEML.exists() else {"traceml-ai": "make .servers/traceml"}
+
+
 def main(parts: Sequence[str] = PARTS, undisturbed: int = UNDISTURBED) -> Verdicts:
     with tempfile.TemporaryDirectory() as name, two_hosts() as hosts:
         chosen = [

@@ -55,6 +55,7 @@ def parts(monkeypatch, tmp_path):
     monkeypatch.setattr(run, "ALL", ("startup", "overhead", "gpu"))
     monkeypatch.setattr(run, "PAGE", tmp_path / "RESULTS.md")
     monkeypatch.setattr(run, "KEPT", tmp_path / "results")
+    monkeypatch.setattr(run, "PYTHONS", {})
     monkeypatch.setattr(gpu, "available", lambda: False)
     monkeypatch.setattr("benchmarks.startup.main", result)
     monkeypatch.setattr("benchmarks.overhead.main", ends(RuntimeError("no room on the disk")))
@@ -88,6 +89,27 @@ def test_a_part_is_kept_when_it_ends_and_one_that_fails_loses_nothing(parts, mon
     before = run.PAGE.read_text()
     assert run.main(["--keep", "startup"]) == 1
     assert run.PAGE.read_text() == before
+
+
+def test_a_result_with_competitors_is_not_replaced_by_one_without(parts, monkeypatch, capsys):
+    installed = True
+    missing = {"B": "pip install b"}
+    there = "benchmarks.startup.absent"
+    monkeypatch.setattr(there, lambda: {} if installed else missing, raising=False)
+    assert run.main(["--keep", "startup"]) == 0
+    before = (run.KEPT / "startup.json").read_text()
+    installed = False
+    monkeypatch.setattr("benchmarks.startup.main", ends(AssertionError("it was measured")))
+    assert run.main(["--keep", "startup"]) == 1
+    printed = capsys.readouterr().out
+    assert "startup: not measured" in printed
+    assert "compares with B, not installed here: pip install b" in printed
+    assert (run.KEPT / "startup.json").read_text() == before
+    # Where no kept result has it, it is measured, and the result says so.
+    (run.KEPT / "startup.json").unlink()
+    monkeypatch.setattr("benchmarks.startup.main", result)
+    assert run.main(["--keep", "startup"]) == run.main(["--keep", "startup"]) == 0
+    assert run.Kept.read("startup").absent == ["B"]
 
 
 def test_what_is_only_run_is_not_kept(parts, capsys):
