@@ -185,8 +185,9 @@ def parts_timed(parts: Parts) -> Iterator[None]:
         if hook_name == HOOKS[0] and trainer.global_step == 0:
             for callback in trainer.callbacks:
                 for hook in HOOKS:
-                    name = type(callback).__name__
-                    setattr(callback, hook, parts.timed(name, getattr(callback, hook)))
+                    function = getattr(callback, hook)
+                    if callable(function):  # distdl takes those away that do nothing
+                        setattr(callback, hook, parts.timed(type(callback).__name__, function))
             for logger in trainer.loggers:
                 logger.log_metrics = parts.timed(LOGGERS, logger.log_metrics)
         (timed if hook_name in HOOKS else dispatch)(trainer, hook_name, *args, **kw)

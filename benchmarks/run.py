@@ -36,7 +36,7 @@ CPU = (
     "startup",
     "search",
     "listing",
-    "secrets",
+    "secrets_in_files",
     "overhead",
     "watchdog",
     "tracking",
@@ -175,18 +175,23 @@ def elsewhere(name: str, keep: bool) -> int | None:
     return subprocess.run(command, cwd=ROOT, check=False).returncode
 
 
-def measured(name: str) -> Kept | None:
-    """Runs one part and prints its result; None, with its error, if it failed."""
+def measured(name: str, keep: bool) -> Kept | None:
+    """Runs one part and prints its result; None, with its error, if it failed, and where it is to
+    be kept and would say less than what is kept."""
     started = time.monotonic()
     print(f"{name} ...", flush=True)
     try:
+        why_not = with_less(name) if keep else ""
+        if why_not:
+            print(f"{why_not}\n", flush=True)
+            return None
         part: Part = module_of(name).main()
+        result = Kept.of(name, part, time.monotonic() - started)
     # Whatever ends a benchmark, the others shall run.
     except Exception:
         traceback.print_exc()
         print(f"{name}: failed in {time.monotonic() - started:.0f} s\n", flush=True)
         return None
-    result = Kept.of(name, part, time.monotonic() - started)
     print(f"{result.section()}\n\n{name}: done\n", flush=True)
     return result
 
@@ -277,10 +282,7 @@ def main(words: Sequence[str] | None = None) -> int:
         if code is not None:
             failed += [name] if code else []
             continue
-        why_not = with_less(name) if options.keep else ""
-        if why_not:
-            print(why_not, flush=True)
-        result = None if why_not else measured(name)
+        result = measured(name, options.keep)
         if result is None:
             failed.append(name)
             continue

@@ -3,12 +3,13 @@
 import importlib
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import psutil
 import pytest
 
-from benchmarks import detection, goodput, gpu, gpu_proof, run, runs, table
+from benchmarks import detection, goodput, gpu, gpu_proof, overhead, run, runs, table
 from benchmarks.table import Goal, Result
 from distdl.config import compose
 from distdl.validation.validate import problems_of
@@ -64,6 +65,12 @@ def parts(monkeypatch, tmp_path):
 def test_each_part_can_be_run():
     for name in run.ALL:
         assert callable(importlib.import_module(f"benchmarks.{name}").main), name
+
+
+def test_no_file_hides_a_module_of_python():
+    """A program in this folder, such as a competitor's under torchrun, would import it instead."""
+    names = {path.stem for path in Path(run.__file__).parent.glob("*.py")}
+    assert names & sys.stdlib_module_names == set()
 
 
 def test_a_part_is_kept_when_it_ends_and_one_that_fails_loses_nothing(parts, monkeypatch, capsys):
@@ -218,6 +225,13 @@ def test_what_a_worker_prints_at_the_end(tmp_path, capsys):
         assert ("resume" in out) == resumes
         log = (made.path / "attempts/001/logs/rank_0.log").read_text()
         assert ("FIT Profiler Report" in log) == ("trainer.profiler=simple" in overrides)
+
+
+def test_the_parts_of_the_time_that_distdl_adds_are_timed(tmp_path, monkeypatch):
+    """Also though distdl takes hooks away that do nothing."""
+    monkeypatch.setattr(overhead, "PARTS_STEPS", 60)  # one log line
+    parts = overhead.parts_of(overhead.distdl, tmp_path)
+    assert {"StepMetrics", "Checkpointer", overhead.DISPATCH, overhead.LOGGERS} <= parts.keys()
 
 
 def test_detectors_are_compared_by_the_means_of_their_seeds():

@@ -1,6 +1,6 @@
 # ruff: noqa: E501 - a file is one line here
 """Which files are held back because they may hold a secret. The files are made up at random by
-`benchmarks.secret_corpus`; `python -m benchmarks.run secrets` compares with other tools."""
+`benchmarks.secret_corpus`; `python -m benchmarks.run secrets_in_files` compares with other tools."""
 
 from __future__ import annotations
 

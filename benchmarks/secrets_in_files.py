@@ -89,7 +89,7 @@ class Secrets:
                 "back before, and 5 after. Nothing was validated.",
                 "\n".join(lines),
                 f"distdl held back: {names}.",
-                "`python -m benchmarks.run secrets`",
+                "`python -m benchmarks.run secrets_in_files`",
             ]
         )
 
