@@ -242,9 +242,17 @@ def compared(command: Any, folder: Path, steps: int, every: float) -> tuple[Trai
     return killed, difference(killed, trained(command, folder / "whole", steps, 0.0))
 
 
+def absent() -> dict[str, str]:
+    """The host that is lost, where there can be none, with the reason."""
+    reason = why_not()
+    if not reason and not shutil.which(MPIRUN):
+        reason = f"no {MPIRUN}"
+    return {"a host that is lost": reason} if reason else {}
+
+
 def after_a_lost_host(folder: Path) -> list[Goal]:
-    if why_not() or not shutil.which(MPIRUN):
-        print(f"no case of a lost host: {why_not() or f'no {MPIRUN}'}", flush=True)
+    if missing := absent():
+        print(f"no case of a lost host: {', '.join(missing.values())}", flush=True)
         return []
     lost = shrunk(folder / "lost", SHRUNK_STEPS)
     apart = difference(lost, trained(ours, folder / "whole", SHRUNK_STEPS, 0.0))

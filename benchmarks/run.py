@@ -91,13 +91,13 @@ class Kept:
     remark: str = ""
 
     @classmethod
-    def of(cls, name: str, part: Part, seconds: float) -> Kept:
+    def of(cls, name: str, part: Part, seconds: float, commit: str) -> Kept:
         title, _, text = part.markdown().removeprefix("## ").partition("\n")
         return cls(
             name,
             title=title,
             ended=time.strftime("%Y-%m-%dT%H:%M:%S"),
-            commit=commit(),
+            commit=commit,
             machine=machine(),
             seconds=seconds,
             goals=tuple(part.goals),
@@ -179,6 +179,7 @@ def measured(name: str, keep: bool) -> Kept | None:
     """Runs one part and prints its result; None, with its error, if it failed, and where it is to
     be kept and would say less than what is kept."""
     started = time.monotonic()
+    begun_at = commit()  # somebody may commit while it is measured
     print(f"{name} ...", flush=True)
     try:
         why_not = with_less(name) if keep else ""
@@ -186,7 +187,7 @@ def measured(name: str, keep: bool) -> Kept | None:
             print(f"{why_not}\n", flush=True)
             return None
         part: Part = module_of(name).main()
-        result = Kept.of(name, part, time.monotonic() - started)
+        result = Kept.of(name, part, time.monotonic() - started, begun_at)
     # Whatever ends a benchmark, the others shall run.
     except Exception:
         traceback.print_exc()

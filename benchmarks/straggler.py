@@ -28,6 +28,7 @@ from benchmarks import pair, runs
 from benchmarks.slow import Slow
 from benchmarks.table import Goal
 from distdl.health.straggler import WORDS
+from tests.cluster.hosts import why_not
 
 PARTS = ("data", "copy", "forward", "backward", "optimizer", "checkpoint", "link")
 SECONDS = 0.05
@@ -261,7 +262,11 @@ def row(name: str, chosen: Sequence[Run]) -> str:
 
 
 def absent() -> dict[str, str]:
-    return {} if TRACEML.exists() else {"traceml-ai": "make .servers/traceml"}
+    """What is not here of the competitor and the slow link, each with what is to be done."""
+    missing = {} if TRACEML.exists() else {"traceml-ai": "make .servers/traceml"}
+    if reason := why_not():
+        missing["a slow link"] = reason
+    return missing
 
 
 def main(parts: Sequence[str] = PARTS, undisturbed: int = UNDISTURBED) -> Verdicts:

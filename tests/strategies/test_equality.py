@@ -52,7 +52,9 @@ HARD = (
     "checkpoint.every_n_steps=null",
     *matrix.batch(2, 3),
 )
-STAGES = ["fsdp", "deepspeed_zero2", *(["deepspeed_zero1", "deepspeed_zero3"] if MATRIX else [])]
+STAGES = ["fsdp", "deepspeed_zero2"]
+if MATRIX:
+    STAGES += ["deepspeed_zero1", "deepspeed_zero3"]
 # channels_last chooses other kernels for DDP's weights, and a fused step rounds once less than that
 # of sharded weights: both show in 16 bits.
 HALF_PRECISION = (

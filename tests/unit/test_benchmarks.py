@@ -51,7 +51,6 @@ def ends(error):
 @pytest.fixture
 def parts(monkeypatch, tmp_path):
     """Three parts: one that measures, one that fails, and one that needs a GPU."""
-
     monkeypatch.setattr(run, "CPU", ("startup", "overhead"))
     monkeypatch.setattr(run, "ALL", ("startup", "overhead", "gpu"))
     monkeypatch.setattr(run, "PAGE", tmp_path / "RESULTS.md")

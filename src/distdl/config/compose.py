@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 
@@ -134,15 +134,14 @@ def _mark_missing(
 ) -> None:
     """Marks as missing what an experiment leaves to the user (`weights: ???`). Hydra keeps a value
     of the files below, and their null would then do without being asked for."""
-    from hydra.core.global_hydra import GlobalHydra
-
-    loader: Any = GlobalHydra.instance().config_loader()
+    repository = groups.repository()
     needed: set[str] = set()
     for layer in LAYERS:
         for name in _chosen(prepared, layer):
-            loaded = loader.repository.load_config(f"{layer}/{name}")
+            loaded = repository.load_config(f"{layer}/{name}")
             if loaded is None or loaded.header.get("package") != "_global_":
                 continue
+            assert isinstance(loaded.config, DictConfig)  # Hydra refuses other files
             content = OmegaConf.to_container(loaded.config, resolve=False)
             for path in flat_paths(loaded.config):
                 (needed.add if MISSING in values_at(content, path) else needed.discard)(path)

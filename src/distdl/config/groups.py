@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -20,6 +20,7 @@ from distdl.util.errors import Problem
 from distdl.util.suggest import closest
 
 if TYPE_CHECKING:
+    from hydra._internal.config_repository import IConfigRepository
     from hydra.core.override_parser.types import Override
 
 PRIMARY = "distdl"
@@ -50,12 +51,19 @@ def group_options(group: str) -> list[str]:
 
 @functools.cache
 def _options(group: str) -> tuple[str, ...]:
-    """Asked of the files once a session: a start asks of some groups a dozen times. The loader's
-    own function copies the whole repository for each question."""
+    """Asked of the files once a session: a start asks of some groups a dozen times."""
+    return tuple(sorted(o for o in repository().get_group_options(group) if o != "__init__"))
+
+
+def repository() -> IConfigRepository:
+    """All files of options, distdl's and the user's; needs a `hydra_session`. Hydra's public
+    functions copy it for each question."""
+    from hydra._internal.config_loader_impl import ConfigLoaderImpl
     from hydra.core.global_hydra import GlobalHydra
 
-    loader: Any = GlobalHydra.instance().config_loader()
-    return tuple(sorted(o for o in loader.repository.get_group_options(group) if o != "__init__"))
+    loader = GlobalHydra.instance().config_loader()
+    assert isinstance(loader, ConfigLoaderImpl)  # the only one of Hydra
+    return loader.repository
 
 
 def defaults() -> dict[str, list[str]]:
