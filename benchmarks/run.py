@@ -7,9 +7,9 @@
 
 A part that is kept is written when it ends, to a file of its own in benchmarks/results, and
 RESULTS.md is made anew from all of them: whatever cuts the time off loses one part. Parts whose
-results are oldest come first, so the same command goes on where it was cut off. If a part fails,
-or lacks a competitor that its kept result has, the others still run, that result stays, and the
-exit code is 1.
+results are oldest come first, so the same command goes on where it was cut off. Of several parts,
+each has a process of its own. If a part fails, or lacks a competitor that its kept result has, the
+others still run, that result stays, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from benchmarks.table import HEADER, ROOT, Goal, commit, machine
+from distdl.util.suggest import did_you_mean_word
 
 # The short ones first; each has `main() -> Part`, and those with competitors that may be missing
 # `absent()`: their names, each with what installs it.
@@ -165,14 +166,32 @@ def with_less(name: str) -> str:
     )
 
 
-def elsewhere(name: str, keep: bool) -> int | None:
-    """The exit code of a part in the environment that has its competitors; None without one."""
+def is_here(name: str) -> bool:
+    """Whether this process can import the competitors of a part, as far as they are installed."""
     python = PYTHONS.get(name)
-    if python is None or not python.exists() or sys.prefix == str(python.parents[1]):
-        return None
+    return python is None or not python.exists() or sys.prefix == str(python.parents[1])
+
+
+def in_own_process(name: str, keep: bool) -> int:
+    """The exit code of a part that is measured by a new process: memory and threads that other
+    parts have left behind cost it nothing, and what kills it (no memory left) ends it alone."""
+    python = sys.executable if is_here(name) else str(PYTHONS[name])
     words = ["--keep"] if keep else []
-    command = [str(python), "-m", "benchmarks.run", *words, name]
+    command = [python, "-m", "benchmarks.run", *words, name]
     return subprocess.run(command, cwd=ROOT, check=False).returncode
+
+
+def in_this_process(name: str, keep: bool) -> int:
+    """The exit code of a part, whose goals are printed."""
+    result = measured(name, keep)
+    if result is None:
+        return 1
+    if keep:
+        result.write()
+        PAGE.write_text(page(), encoding="utf-8")
+        print(f"{name} is kept in {KEPT.name}/, and {PAGE.name} has it\n", flush=True)
+    print("\n".join([HEADER, *(goal.row() for goal in result.goals)]) + "\n", flush=True)
+    return 0
 
 
 def measured(name: str, keep: bool) -> Kept | None:
@@ -264,10 +283,11 @@ def main(words: Sequence[str] | None = None) -> int:
         PAGE.write_text(page(), encoding="utf-8")
         print(PAGE)
         return 0
-    unknown = [name for name in options.parts if name not in ALL]
-    if unknown:
-        print(f"unknown benchmark {', '.join(unknown)}; choose from: {', '.join(ALL)}")
-        return 2
+    for name in options.parts:
+        if name not in ALL:
+            near = did_you_mean_word(name, ALL) or f"choose from: {', '.join(ALL)}"
+            print(f"{name}: unknown benchmark; {near}")
+            return 2
     from benchmarks import gpu
 
     if "gpu" in options.parts and not gpu.available():
@@ -276,26 +296,16 @@ def main(words: Sequence[str] | None = None) -> int:
     chosen = options.parts or [name for name in ALL if name != "gpu" or gpu.available()]
     if options.keep:
         chosen = oldest_first(chosen)
-    failed = []
-    rows = []
-    for name in chosen:
-        code = elsewhere(name, options.keep)
-        if code is not None:
-            failed += [name] if code else []
-            continue
-        result = measured(name, options.keep)
-        if result is None:
-            failed.append(name)
-            continue
-        rows += [goal.row() for goal in result.goals]
-        if options.keep:
-            result.write()
-            PAGE.write_text(page(), encoding="utf-8")
-            print(f"{name} is kept in {KEPT.name}/, and {PAGE.name} has it\n", flush=True)
-    print("\n".join([HEADER, *rows]))
-    if failed:
-        print(f"failed: {', '.join(failed)}")
-    return 1 if failed else 0
+    if len(chosen) == 1 and is_here(chosen[0]):
+        return in_this_process(chosen[0], options.keep)
+    without = [name for name in chosen if in_own_process(name, options.keep)]
+    kept = [Kept.read(name) for name in chosen if options.keep and name not in without]
+    rows = [goal.row() for each in kept if each is not None for goal in each.goals]
+    if rows:
+        print("\n".join([HEADER, *rows]))
+    if without:
+        print(f"without a new result (see above): {', '.join(without)}")
+    return 1 if without else 0
 
 
 if __name__ == "__main__":

@@ -56,6 +56,7 @@ def parts(monkeypatch, tmp_path):
     monkeypatch.setattr(run, "PAGE", tmp_path / "RESULTS.md")
     monkeypatch.setattr(run, "KEPT", tmp_path / "results")
     monkeypatch.setattr(run, "PYTHONS", {})
+    monkeypatch.setattr(run, "in_own_process", run.in_this_process)
     monkeypatch.setattr(gpu, "available", lambda: False)
     monkeypatch.setattr("benchmarks.startup.main", result)
     monkeypatch.setattr("benchmarks.overhead.main", ends(RuntimeError("no room on the disk")))
@@ -81,7 +82,9 @@ def test_a_part_is_kept_when_it_ends_and_one_that_fails_loses_nothing(parts, mon
     assert "overhead: `python -m benchmarks.run --keep overhead`" in page
     assert page.count("| GPU | ") == page.count("| not run |") == 4
     printed = capsys.readouterr().out
-    assert "failed: overhead" in printed
+    assert printed.endswith("without a new result (see above): overhead\n")
+    # The goals of all parts once more, at the end.
+    assert printed.count("| CPU | A (s) | <= 0.5 | 0.250 | reached |") == 2
     # Without a result, it is the first the next time; whatever ends that, the page has it.
     measured = []
     monkeypatch.setattr("benchmarks.overhead.main", lambda: measured.append("overhead") or result())
@@ -124,7 +127,14 @@ def test_what_is_only_run_is_not_kept(parts, capsys):
     assert not run.KEPT.exists()
     assert "| CPU | A (s) | <= 0.5 | 0.250 | reached |" in capsys.readouterr().out
     assert run.main(["startups"]) == run.main(["gpu"]) == 2
-    assert "needs an NVIDIA GPU" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "startups: unknown benchmark; did you mean startup?" in printed
+    assert "needs an NVIDIA GPU" in printed
+
+
+def test_of_several_parts_each_is_measured_by_another_process(capfd):
+    assert run.in_own_process("startups", keep=False) == 2
+    assert "did you mean startup?" in capfd.readouterr().out
 
 
 def test_a_damaged_result_is_named_and_counts_as_none(parts, capsys):
@@ -165,18 +175,6 @@ def test_a_goal_with_an_exponent_is_not_cut_short():
     assert Goal("a to b", "at most 1e-05", 0.5).state == "not reached"
     with pytest.raises(ValueError, match="begins with"):
         Goal("a to b", "at most 1.0.5", 0.5).row()
-
-
-TINY = (
-    "model=tiny",
-    "data=tiny",
-    "data.steps=2",
-    "optimizer=none",
-    "schedule=none",
-    "tracking=none",
-    "trainer.accelerator=cpu",
-    "trainer.max_epochs=1",
-)
 
 
 # File of a rank and process -> lines of time, step, ranks and ids of samples: step 2 is done, lost,
