@@ -14,6 +14,9 @@ DEBUG  := $(if $(GPUS),,debug=cpu)
 # with what its fuzzing needs.
 SERVERS := g++ libjpeg62-turbo-dev cmake dpkg-dev openmpi-bin mpich openssh-server munge slurm-wlm iproute2 bindfs zsh fish
 
+# A file at a time on each of two processes.
+TESTS := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+
 # What rests on Lightning's loops.
 ASSUME := $(addprefix tests/unit/,test_lightning_assumptions.py callbacks/test_checkpointer.py callbacks/test_lean.py loops/test_validation.py worker/test_initial_state.py)
 
@@ -96,8 +99,8 @@ MATRIX := $(addprefix tests/, \
 train: setup  ## the main job: ResNet-50 with DDP, tracked in MLflow
 	$(BIN)/python -m distdl +experiment=resnet50_ddp $(DEBUG)
 
-test: setup  ## the whole suite, a file at a time on each of two processes
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+test: setup  ## the whole suite
+	$(TESTS)
 
 setup: $(READY) $(NATIVE)  ## .venv with distdl, all extras and the development tools
 
@@ -199,7 +202,7 @@ lint: setup  ## ruff and mypy
 	mkdir -p .servers && native/fuzz/sources.sh $(CURDIR)/$@
 
 matrix: setup lightnings programs .servers/libjpeg-turbo .servers/docs  ## every strategy: into every other, resnet50, the benchmark, on simulated GPUs; every idiom killed at any batch; 60 signals and kills
-	DISTDL_MATRIX=1 $(BIN)/python -m pytest $(MATRIX)
+	DISTDL_MATRIX=1 $(TESTS) $(MATRIX)
 
 lightnings: setup  ## what distdl assumes of Lightning, with the oldest that is allowed and the newest there is
 	for version in "==2.6.1" ">=2.6.1"; do \

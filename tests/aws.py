@@ -3,6 +3,7 @@
 from tests.aws import REGION, aws, moto, s3     # fixtures
 """
 
+import functools
 import urllib.request
 
 import pytest
@@ -16,8 +17,19 @@ REGION = "eu-west-1"
 def moto():
     server = pytest.importorskip("moto.server").ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     server.start()
+    _parse_each_description_once()
     yield "http://{}:{}".format(*server.get_host_and_port())
     server.stop()
+
+
+@functools.cache
+def _parse_each_description_once():
+    """boto3 parses 2 MB of JSON about AWS's services for each session, and each command has its
+    own sessions."""
+    from botocore.loaders import JSONFileLoader
+
+    parsed = functools.cache(JSONFileLoader().load_file)
+    JSONFileLoader.load_file = lambda loader, path: parsed(path)
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import copy
 import difflib
+import functools
 import gc
+import io
 import json
 import os
 import shutil
@@ -23,6 +26,7 @@ from typing import Any
 
 import psutil
 import pytest
+from omegaconf import OmegaConf
 
 from tests.warm import Popen, start_distdl
 
@@ -121,6 +125,25 @@ def pytest_collection_finish() -> None:
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)
         torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.5
+    _parse_each_yaml_once()
+
+
+def _parse_each_yaml_once() -> None:
+    """A test process composes hundreds of configs from the same files, and parsing these is a
+    quarter of it. A text that is no YAML is parsed again, so that the error names its file."""
+    load = OmegaConf.load
+    parsed = functools.cache(lambda text: load(io.StringIO(text)))
+
+    def loaded(file: Any) -> Any:
+        text = Path(file).read_text("utf-8") if isinstance(file, (str, Path)) else file.read()
+        try:
+            return copy.deepcopy(parsed(text))
+        except Exception:
+            if hasattr(file, "seek"):
+                file.seek(0)
+            return load(file)
+
+    OmegaConf.load = staticmethod(loaded)  # type: ignore[method-assign]
 
 
 def _remove(folder: str, owner: int) -> None:

@@ -79,6 +79,7 @@ def test_what_does_not_fit(tmp_path):
     assert "64: an epoch has no more than 64 samples" in printed
 
 
+@matrix_only
 def test_fine_tuning(tmp_path):
     printed = run_page("fine-tuning.md", tmp_path, "tracking=none")
     page = (ROOT / "docs/fine-tuning.md").read_text()

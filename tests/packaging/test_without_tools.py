@@ -25,7 +25,7 @@ SHORT = ["trainer.max_epochs=1", "data.train_samples=16", "data.val_samples=8"]
 def test_a_run_trains_resumes_and_validates_without_the_tools(tmp_path):
     copy, work = tmp_path / "distdl", tmp_path / "work"
     for part in ("src", "conf", "launchers"):
-        shutil.copytree(ROOT / part, copy / part, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / part, copy / part)
     shutil.rmtree(copy / "src/distdl/tools")
     work.mkdir()
     env = {**os.environ, "PYTHONPATH": str(copy / "src"), "OMP_NUM_THREADS": "1"}
