@@ -18,6 +18,7 @@ import argparse
 import dataclasses
 import importlib
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -178,7 +179,10 @@ def in_own_process(name: str, keep: bool) -> int:
     python = sys.executable if is_here(name) else str(PYTHONS[name])
     words = ["--keep"] if keep else []
     command = [python, "-m", "benchmarks.run", *words, name]
-    return subprocess.run(command, cwd=ROOT, check=False).returncode
+    code = subprocess.run(command, cwd=ROOT, check=False).returncode
+    if code < 0:
+        print(f"{name}: killed by {signal.Signals(-code).name}\n", flush=True)
+    return code
 
 
 def in_this_process(name: str, keep: bool) -> int:

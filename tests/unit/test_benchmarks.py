@@ -137,6 +137,15 @@ def test_of_several_parts_each_is_measured_by_another_process(capfd):
     assert "did you mean startup?" in capfd.readouterr().out
 
 
+def test_a_part_that_is_killed_is_said_to_be(monkeypatch, tmp_path, capsys):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nkill -9 $$\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    assert run.in_own_process("startup", keep=False)
+    assert "startup: killed by SIGKILL" in capsys.readouterr().out
+
+
 def test_a_damaged_result_is_named_and_counts_as_none(parts, capsys):
     assert run.main(["--keep", "startup"]) == 0
     for damaged in ('{"title": "A', "[]", '{"goals": []}', '{"goals": [{"what": 1}], "text": []}'):
