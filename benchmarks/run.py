@@ -194,7 +194,7 @@ def in_this_process(name: str, keep: bool) -> int:
         result.write()
         PAGE.write_text(page(), encoding="utf-8")
         print(f"{name} is kept in {KEPT.name}/, and {PAGE.name} has it\n", flush=True)
-    print("\n".join([HEADER, *(goal.row() for goal in result.goals)]) + "\n", flush=True)
+    print(f"{goal_table(result.goals)}\n", flush=True)
     return 0
 
 
@@ -220,6 +220,10 @@ def measured(name: str, keep: bool) -> Kept | None:
     return result
 
 
+def goal_table(goals: Sequence[Goal]) -> str:
+    return "\n".join([HEADER, *(goal.row() for goal in goals)])
+
+
 def page() -> str:
     """The text of RESULTS.md, from all results that are kept."""
     from benchmarks import gpu
@@ -243,7 +247,7 @@ def page() -> str:
         "the rounds' ratios. A/A is the range of the competitor's ratio to itself in the same run, "
         "with 95 % confidence. A goal within 2 % of 1 is also reached inside this range. If the "
         "range is wider than 0.1, the machine was not idle, and the goal stays undecided.",
-        HEADER + "\n" + "\n".join(goal.row() for goal in goals),
+        goal_table(goals),
         *(each.section() for each in kept),
     ]
     missing = [name for name in CPU if found[name] is None]
@@ -303,10 +307,9 @@ def main(words: Sequence[str] | None = None) -> int:
     if len(chosen) == 1 and is_here(chosen[0]):
         return in_this_process(chosen[0], options.keep)
     without = [name for name in chosen if in_own_process(name, options.keep)]
-    kept = [Kept.read(name) for name in chosen if options.keep and name not in without]
-    rows = [goal.row() for each in kept if each is not None for goal in each.goals]
-    if rows:
-        print("\n".join([HEADER, *rows]))
+    if options.keep:
+        kept = [Kept.read(name) for name in chosen if name not in without]
+        print(goal_table([goal for each in kept if each is not None for goal in each.goals]))
     if without:
         print(f"without a new result (see above): {', '.join(without)}")
     return 1 if without else 0

@@ -236,13 +236,15 @@ class Verdicts:
             row(name or "none (undisturbed)", [run for run in self.runs if run.part == name])
             for name in (*PARTS, "")
         )
+        in_memory = all(run.path.is_relative_to(MEMORY) for run in self.runs)
+        where = "in memory" if in_memory else "on a disk, which may slow rank 0 down as well"
         return (
             "## Which rank is slow, and in which part of a step\n\n"
             "Competitor: traceml-ai, which watches the same runs. Two gloo ranks, an MLP of 3 MB; "
             "in each run one rank is slower by 50 ms in one part of its steps, first rank 1, then "
             "rank 0, then rank 1 with batch norm. Right: the rank and the part are named, and "
             "nothing else. The milliseconds are those that distdl reports; checkpoints are saved "
-            f"every {SAVE_EVERY} steps, in memory where the machine allows.\n\n"
+            f"every {SAVE_EVERY} steps, {where}.\n\n"
             "| slow part | distdl, right | ms per step | traceml-ai, right | only the rank | "
             f"it reports |\n|---|---|---|---|---|---|\n{rows}\n\n"
             "`python -m benchmarks.run straggler`"
