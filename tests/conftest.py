@@ -130,17 +130,18 @@ def pytest_collection_finish() -> None:
 
 def _parse_each_yaml_once() -> None:
     """A test process composes hundreds of configs from the same files, and parsing these is a
-    quarter of it. A text that is no YAML is parsed again, so that the error names its file."""
+    quarter of it."""
     load = OmegaConf.load
     parsed = functools.cache(lambda text: load(io.StringIO(text)))
 
     def loaded(file: Any) -> Any:
-        text = Path(file).read_text("utf-8") if isinstance(file, (str, Path)) else file.read()
+        if isinstance(file, (str, Path)):  # of a test itself
+            return load(file)
+        text = file.read()
         try:
             return copy.deepcopy(parsed(text))
-        except Exception:
-            if hasattr(file, "seek"):
-                file.seek(0)
+        except Exception:  # whatever it is, it shall name the file
+            file.seek(0)
             return load(file)
 
     OmegaConf.load = staticmethod(loaded)  # type: ignore[method-assign]

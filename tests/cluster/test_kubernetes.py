@@ -9,7 +9,6 @@ import json
 import re
 import shutil
 import socket
-import sys
 import time
 from pathlib import Path
 
@@ -41,9 +40,6 @@ pytest.importorskip("kubernetes")
 pytestmark = [
     pytest.mark.xdist_group("kubernetes"),
     pytest.mark.skipif(bool(why_not()), reason=why_not()),
-    pytest.mark.skipif(
-        sys.version_info < (3, 11, 4), reason="a pod needs Python 3.11.4, and has this one"
-    ),
 ]
 # Instead of the agent. $LIGHT has what each pod does at each of its starts: "exit N", or "train",
 # which ends well unless a signal or the end of the other pod comes first.

@@ -111,7 +111,10 @@ def test_the_backward_needs_less():
     assert kept(other) < plain / 2
 
 
-@pytest.mark.parametrize("name", ["dropout", pytest.param("resnet", marks=matrix_only)])
+SLOW = {"resnet": matrix_only}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=SLOW.get(n, ())) for n in NETWORKS])
 def test_compiled(name):
     torch.manual_seed(0)
     plain = NETWORKS[name]()
