@@ -202,6 +202,13 @@ def unknown_keys(
 
 # ---- parts of a request -------------------------------------------------------------------------
 
+# For the `python -c` of an image that unpacks what was sent: tarfile's filters are of that version.
+# Any Python runs it, also one of another major version.
+PYTHON_CHECK = (
+    "import sys; sys.version_info >= (3, 11, 4) or "
+    "sys.exit('python is %d.%d.%d, and distdl needs 3.11.4 or later' % sys.version_info[:3])"
+)
+
 
 def newest_checkpoint(store: Path) -> Sequence[Path]:
     """A run's newest complete checkpoint and its manifest; empty if there is no checkpoint."""

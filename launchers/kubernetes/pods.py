@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distdl.job import VERDICTS, variables
+from distdl.launchers.common import PYTHON_CHECK
 from distdl.launchers.kubernetes.names import CONTAINER, RUN, JobNames
 from distdl.util.exit_codes import EXIT_NOT_STARTED as NO_PYTHON
 
@@ -18,12 +19,8 @@ WORK = "/distdl/node"  # an empty disk
 CLAIM = "/distdl/store"  # the store, if it is a volume
 ARCHIVE = "code.tar.gz"
 MOST_PARTS = 8
-# What the image must have; else the message is the pod's last word. NO_PYTHON, as a shell says it.
-VERSION = (
-    "import sys; sys.version_info >= (3, 11, 4) or "
-    "sys.exit('python is %d.%d.%d, and distdl needs 3.11.4 or later' % sys.version_info[:3])"
-)
-CHECK = f'python -c "{VERSION}" || exit {NO_PYTHON}; '
+# The message is the pod's last word. NO_PYTHON, as a shell says it.
+CHECK = f'python -c "{PYTHON_CHECK}" || exit {NO_PYTHON}; '
 # `exec` makes the entry point the container's first process.
 UNPACK = (
     f"cat {SENT}/* > {WORK}/{ARCHIVE} && "

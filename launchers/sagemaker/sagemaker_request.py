@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distdl.job import VERDICTS, JobSpec, variables
-from distdl.launchers.common import digest, slug
+from distdl.launchers.common import PYTHON_CHECK, digest, slug
 from distdl.launchers.sagemaker.instances import Instance, alike, instances
 from distdl.launchers.sagemaker.sagemaker_settings import (
     BUNDLE,
@@ -32,8 +32,9 @@ UNPACKED = "/opt/ml/distdl"
 ARCHIVE = "bundle.tar.gz"
 
 # The image has a shell, Python and distdl's dependencies; the bundle has distdl itself. `exec` lets
-# SIGTERM reach the entry point.
+# SIGTERM reach the entry point. The check is an argument, since each may have 256 characters.
 ENTRY = (
+    'python -c "$1" && shift && '
     f"python -m tarfile --filter data -e {INPUTS}/{BUNDLE}/{ARCHIVE} {UNPACKED} && "
     f'PYTHONPATH={UNPACKED}/code exec python -m distdl.launchers.sagemaker.entry "$@"'
 )
@@ -130,7 +131,7 @@ class SageMakerRequest:
             "AlgorithmSpecification": {
                 "TrainingImage": settings.image,
                 "TrainingInputMode": "File",
-                "ContainerEntrypoint": ["sh", "-c", ENTRY, "distdl"],
+                "ContainerEntrypoint": ["sh", "-c", ENTRY, "distdl", PYTHON_CHECK],
                 "ContainerArguments": f"--devices {size.devices} --attempt {attempt}".split(),
             },
             "RoleArn": settings.role,

@@ -7,7 +7,6 @@ import copy
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -27,7 +26,7 @@ from distdl.launchers.kubernetes.pods import PodTemplate
 from distdl.launchers.kubernetes.states import JobObjects as Found
 from distdl.launchers.kubernetes.states import verdict
 from distdl.util.errors import Forgotten, NoRight, NotSignedIn, UserError
-from tests import kubernetes_objects
+from tests import kubernetes_objects, older_python
 from tests.conftest import ROOT, check_golden, free_port
 from tests.written import write
 
@@ -247,15 +246,8 @@ def test_the_shell_of_a_container_takes_every_text_for_one_word(tmp_path):
 )
 def test_an_image_whose_python_cannot_run_it_ends_the_job(version, said, tmp_path):
     """By an exit code that is not tried again, and words that the incident knows."""
-    for name in ("sh", "mkdir", "cat"):
-        (tmp_path / name).symlink_to(shutil.which(name))
-    if version:
-        older = f"import sys; sys.version_info = {(*version, 'final', 0)}; "
-        stub = f'#!/bin/sh\nexec {sys.executable} -c "{older}$2"\n'
-        (tmp_path / "python").write_text(stub)
-        (tmp_path / "python").chmod(0o755)
     command = [*PodTemplate(request()).command(), "distdl"]
-    env = {"PATH": str(tmp_path)}
+    env = older_python.put(tmp_path, version)
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     (codes,) = (
         rule["onExitCodes"]["values"]

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import socket
+import subprocess
 import sys
 import time
 
@@ -26,6 +27,7 @@ from distdl.launchers.sagemaker.sagemaker_request import LONGEST_VALUE, SageMake
 from distdl.launchers.sagemaker.sagemaker_settings import MOST_INPUTS
 from distdl.stores import open_store
 from distdl.util.errors import UserError
+from tests import older_python
 from tests.aws import REGION, aws, moto
 from tests.conftest import ROOT, check_golden, free_port
 from tests.waiting import until
@@ -125,6 +127,23 @@ def refusals(devices=1, accelerator="gpu", **changes):
     context = {"num_nodes": nodes, "devices": devices, "accelerator": accelerator}
     problems = SageMakerLauncher.check({**NODE, **changes}, context)
     return {problem.path: f"{problem.what} | {problem.remedy}" for problem in problems}
+
+
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [
+        ((3, 11, 3), "python is 3.11.3, and distdl needs 3.11.4 or later"),
+        ((2, 7, 18), "python is 2.7.18, and distdl needs 3.11.4 or later"),
+        (None, "python: not found"),
+    ],
+)
+def test_an_image_whose_python_cannot_run_it_says_so(version, said, tmp_path):
+    request = SageMakerLauncher(**NODE).request(spec()).body()["AlgorithmSpecification"]
+    command = [*request["ContainerEntrypoint"], *request["ContainerArguments"]]
+    env = older_python.put(tmp_path, version)
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode
+    assert done.stderr.strip().endswith(said)
 
 
 def test_types_of_instances_and_valid_settings():
