@@ -173,6 +173,12 @@ def is_here(name: str) -> bool:
     return python is None or not python.exists() or sys.prefix == str(python.parents[1])
 
 
+def torch_sees_a_gpu() -> bool:
+    """Asked of another process: in this one torch would take half a GB as long as parts run."""
+    question = "import sys, torch; sys.exit(not torch.cuda.is_available())"
+    return subprocess.run([sys.executable, "-c", question], check=False).returncode == 0
+
+
 def in_own_process(name: str, keep: bool) -> int:
     """The exit code of a part that is measured by a new process: memory and threads that other
     parts have left behind cost it nothing, and what kills it (no memory left) ends it alone."""
@@ -296,12 +302,12 @@ def main(words: Sequence[str] | None = None) -> int:
             near = did_you_mean_word(name, ALL) or f"choose from: {', '.join(ALL)}"
             print(f"{name}: unknown benchmark; {near}")
             return 2
-    from benchmarks import gpu
-
-    if "gpu" in options.parts and not gpu.available():
-        print("gpu: needs an NVIDIA GPU, and torch sees none on this machine")
-        return 2
-    chosen = options.parts or [name for name in ALL if name != "gpu" or gpu.available()]
+    chosen = options.parts or [*ALL]
+    if "gpu" in chosen and not torch_sees_a_gpu():
+        if options.parts:
+            print("gpu: needs an NVIDIA GPU, and torch sees none on this machine")
+            return 2
+        chosen.remove("gpu")
     if options.keep:
         chosen = oldest_first(chosen)
     if len(chosen) == 1 and is_here(chosen[0]):

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks import detection, goodput, gpu, gpu_proof, overhead, run, runs, table
+from benchmarks import detection, goodput, gpu_proof, overhead, run, runs, table
 from benchmarks.table import Goal, Result
 from distdl.config import compose
 from distdl.validation.validate import problems_of
@@ -57,7 +57,7 @@ def parts(monkeypatch, tmp_path):
     monkeypatch.setattr(run, "KEPT", tmp_path / "results")
     monkeypatch.setattr(run, "PYTHONS", {})
     monkeypatch.setattr(run, "in_own_process", run.in_this_process)
-    monkeypatch.setattr(gpu, "available", lambda: False)
+    monkeypatch.setattr(run, "torch_sees_a_gpu", lambda: False)
     monkeypatch.setattr("benchmarks.startup.main", result)
     monkeypatch.setattr("benchmarks.overhead.main", ends(RuntimeError("no room on the disk")))
 
