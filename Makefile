@@ -20,7 +20,14 @@ TESTS := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 # What rests on Lightning's loops.
 ASSUME := $(addprefix tests/unit/,test_lightning_assumptions.py callbacks/test_checkpointer.py callbacks/test_lean.py loops/test_validation.py worker/test_initial_state.py)
 
-# What `make matrix` runs, with the cases that CI leaves out.
+# Of what takes hours: each test is named when it ends, its files are deleted, and what has passed
+# before with the same code is left out.
+LONG := -v -o tmp_path_retention_policy=failed -p tests.going_on
+
+# What measures the machine, for which no other test may run beside it.
+ALONE := tests/multiprocess/test_examination.py
+
+# What `make matrix` runs as well, with the cases that CI leaves out.
 MATRIX := $(addprefix tests/, \
 	adoption \
 	cli/test_agent_script.py \
@@ -51,7 +58,6 @@ MATRIX := $(addprefix tests/, \
 	multiprocess/test_campaign.py \
 	multiprocess/test_detection.py \
 	multiprocess/test_drill_ranks.py \
-	multiprocess/test_examination.py \
 	multiprocess/test_external.py \
 	multiprocess/test_hangs.py \
 	multiprocess/test_image_workers.py \
@@ -202,7 +208,11 @@ lint: setup  ## ruff and mypy
 	mkdir -p .servers && native/fuzz/sources.sh $(CURDIR)/$@
 
 matrix: setup lightnings programs .servers/libjpeg-turbo .servers/docs  ## every strategy: into every other, resnet50, the benchmark, on simulated GPUs; every idiom killed at any batch; 60 signals and kills
-	DISTDL_MATRIX=1 $(TESTS) $(MATRIX)
+	@export DISTDL_MATRIX=1; \
+	$(BIN)/python -m pytest $(LONG) $(ALONE); alone=$$?; \
+	$(TESTS) $(LONG) $(MATRIX); others=$$?; \
+	test $$alone = 0 || echo "matrix: see also $(ALONE), further above" >&2; \
+	test $$alone = 0 && test $$others = 0
 
 lightnings: setup  ## what distdl assumes of Lightning, with the oldest that is allowed and the newest there is
 	for version in "==2.6.1" ">=2.6.1"; do \

@@ -45,6 +45,7 @@ MORE_FOR_LAUNCHERS = {
 # Test files of `tests/unit` that prove no module, with what they prove.
 OF_NO_MODULE = {
     "test_benchmarks": "the folder benchmarks/",
+    "test_going_on": "tests/going_on.py",
     "test_docs": "the documents",
     "test_imports": "the rules of the house",
     "test_lightning_assumptions": "what Lightning does, for which distdl has no code",
