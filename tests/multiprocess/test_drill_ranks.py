@@ -148,3 +148,30 @@ def test_the_other_faults_of_a_program(tmp_path) -> None:
     ):
         assert rows[fault]["survived"] is None, printed
         assert why in rows[fault]["note"], printed
+
+
+# It counts for 6 s, and for 2 s once another run has counted.
+FASTER = """
+import os, pathlib, sys, time
+place = pathlib.Path(os.environ["DISTDL_CHECKPOINTS"])
+count = place / "count.txt"
+first = int(count.read_text()) if count.exists() else 0
+before = pathlib.Path(sys.argv[1])
+pause = 0.02 if before.exists() else 0.06
+for number in range(first, 100):
+    time.sleep(pause)
+    (place / "new").write_text(str(number + 1))
+    os.replace(place / "new", count)
+before.touch()
+"""
+
+
+@pytest.mark.skipif(not MATRIX, reason="make matrix")
+def test_a_program_that_is_faster_than_its_twin_is_hit_all_the_same(tmp_path) -> None:
+    (tmp_path / "count.py").write_text(FASTER)
+    size = ("trainer.devices=1", "trainer.accelerator=cpu", "tracking=none")
+    words = (*size, "--faults", "kill_rank", "--", "count.py", str(tmp_path / "before"))
+    code, printed, rows = drill(tmp_path, *words)
+    assert code == 0, printed
+    assert re.search(r"took only \d\.\d s of the program, so it is started again", printed), printed
+    assert rows["kill_rank"]["survived"], printed
