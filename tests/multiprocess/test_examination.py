@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ FEW_FILES = "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (200, 2
 FEW = ("-c", f"{FEW_FILES}import sys\nfrom distdl.cli.main import main\nsys.exit(main())\n")
 # On one of the hosts; `time` and versions are those of its own Python.
 CLOCK = "import time\nnow = time.time\ntime.time = lambda: now() + 30\n"
+SLOWEST_S = 20.0
 
 
 def checks(folder: Path) -> list[dict[str, Any]]:
@@ -49,7 +50,9 @@ def had_no_core(rows: list[dict[str, Any]]) -> bool:
 
 @pytest.mark.parametrize("number", range(RUNS))
 def test_nothing_is_wrong_with_two_healthy_ranks(number: int, tmp_path: Path) -> None:
+    distdl("--help", cwd=tmp_path)  # what is started only once is no time of an examination
     for _ in range(3):
+        started = time.monotonic()
         done = distdl(*DOCTOR, "trainer.devices=2", "--json", cwd=tmp_path)
         rows = json.loads(done.stdout)["answer"]["report"]["checks"]  # nothing else is there
         if not had_no_core(rows):
@@ -59,6 +62,7 @@ def test_nothing_is_wrong_with_two_healthy_ranks(number: int, tmp_path: Path) ->
     assert wrong(rows) == set(), done.stderr
     names = {"link", "transport", "matrix product", "disk of the run", "writing", "versions"}
     assert names <= {row["check"] for row in rows if row["state"] == "pass"}
+    assert time.monotonic() - started < SLOWEST_S
 
 
 def test_a_training_does_not_begin_where_something_fails(tmp_path: Path) -> None:
@@ -147,7 +151,6 @@ class Fault(NamedTuple):
         prepare: Called with the hosts and the folder.
         prefix: Of node2's command.
         files: In a folder on node2's PYTHONPATH.
-        follows: Checks that may find something as well because of it.
     """
 
     check: str
@@ -156,7 +159,7 @@ class Fault(NamedTuple):
     prefix: tuple[str, ...] = ()
     files: dict[str, str] = {}
     arguments: tuple[str, ...] = ()
-    follows: Set[str] = frozenset()
+    seconds: float = SLOWEST_S
 
 
 def limit_link(hosts: Hosts, folder: Path) -> None:
@@ -168,8 +171,7 @@ def keep_core_busy(hosts: Hosts, folder: Path) -> None:
     # Once the ranks have met: their imports on a part of a core take minutes.
     met = f"until grep -qs ^rank {folder}/log0; do sleep 0.1; done"
     loop = ["taskset", "-c", "0", "sh", "-c", f"{met}; while :; do :; done"]
-    for _ in range(2):  # a third of the core is left
-        hosts.popen("node2", loop)
+    hosts.popen("node2", loop)  # no other test runs beside it: half of the core is left
 
 
 def fill_shared_memory(hosts: Hosts, folder: Path) -> None:
@@ -181,7 +183,7 @@ METADATA = "Metadata-Version: 2.1\nName: lightning\nVersion: 9.9.9\n"
 FAULTS = {
     "link": Fault("link", "node1 - node2", limit_link, arguments=("--expect", "0.3")),
     "slow node": Fault(
-        "matrix product", prepare=keep_core_busy, prefix=("taskset", "-c", "0"), follows={"link"}
+        "matrix product", prepare=keep_core_busy, prefix=("taskset", "-c", "0"), seconds=60
     ),
     "shared memory": Fault("/dev/shm", prepare=fill_shared_memory),
     "clock": Fault("clock", files={"sitecustomize.py": CLOCK}),
@@ -198,8 +200,7 @@ def two_hosts() -> Iterator[Hosts]:
 
 
 def examined(hosts: Hosts, folder: Path, fault: Fault) -> tuple[list[int], str, float]:
-    """The exit codes of a rank on each of two hosts, what they printed, and the seconds that it
-    took: 20 on an idle machine, and more where a host is slow or its files are read anew."""
+    """The exit codes of a rank on each of two hosts, what they printed, and the seconds."""
     for name, text in fault.files.items():
         (folder / "more" / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / "more" / name).write_text(text)
@@ -218,7 +219,7 @@ def examined(hosts: Hosts, folder: Path, fault: Fault) -> tuple[list[int], str, 
         command = [*prefix, sys.executable, *DISTDL, *DOCTOR, *fault.arguments]
         log = {"stdout": (folder / f"log{number}").open("w"), "stderr": subprocess.STDOUT}
         jobs.append(hosts.popen(name, command, folder, env, **log))
-    codes = [job.wait(200) for job in jobs]
+    codes = [job.wait(100) for job in jobs]
     text = "".join((folder / f"log{number}").read_text() for number in range(2))
     return codes, text, time.monotonic() - started
 
@@ -237,11 +238,12 @@ def test_a_fault_of_one_of_two_hosts_is_found(name: str, tmp_path: Path) -> None
     print(f"{name}: {seconds:.1f} s\n{text}")
     rows = checks(tmp_path)
     found = {r["check"] for r in rows if r["state"] in ("warn", "fail")}
-    assert found - fault.follows == {fault.check} - {""}, text
+    assert found == {fault.check} - {""}, text
     places = [r["where"] for r in rows if r["state"] in ("warn", "fail")]
     assert all(fault.where in place for place in places), text
     failed = any(row["state"] == "fail" for row in rows)
     assert codes == [int(failed)] * 2, text
+    assert seconds < fault.seconds, text
 
 
 @pytest.mark.skipif(not MATRIX, reason="make matrix")
