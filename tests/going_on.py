@@ -35,15 +35,16 @@ class GoingOn:
         assert config.cache is not None
         self.record = config.cache.mkdir("passed") / code
         self.passed = {*self.record.read_text().splitlines()} if self.record.exists() else set()
-        self.grouped = bool(config.getoption("loadgroup", False))
         self.records = not hasattr(config, "workerinput")  # else another process does
         self.failed: set[str] = set()
         self.called: set[str] = set()
 
     def line(self, node: str) -> str:
-        """The test and its file's digest. pytest-xdist adds the name of its group."""
-        if self.grouped:
-            node = node.rpartition("@")[0] or node
+        """The test and its file's digest."""
+        # In some of its processes, pytest-xdist adds the test's group: "...[parameters]@group".
+        at = node.rfind("@")
+        if at > node.rfind("]"):
+            node = node[:at]
         return f"{self.files.get(node.partition('::')[0], '')} {node}"
 
     def pytest_report_header(self) -> str:
@@ -56,10 +57,14 @@ class GoingOn:
     def pytest_collection_modifyitems(
         self, config: pytest.Config, items: list[pytest.Item]
     ) -> None:
-        left_out = [item for item in items if self.line(item.nodeid) in self.passed]
+        left_out: list[pytest.Item] = []
+        to_run: list[pytest.Item] = []
+        for item in items:
+            has_passed = self.line(item.nodeid) in self.passed
+            (left_out if has_passed else to_run).append(item)
         if left_out:
             config.hook.pytest_deselected(items=left_out)
-            items[:] = [item for item in items if item not in left_out]
+            items[:] = to_run
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if not self.records:

@@ -9,7 +9,9 @@ from tests.written import write
 
 TESTS = """
 import os, pytest
-def test_good(): pass
+pytestmark = pytest.mark.xdist_group("one")
+@pytest.mark.parametrize("address", ["a@b"])
+def test_good(address): pass
 def test_cut_off(): assert os.environ.get("WHOLE")
 def test_not_here(): pytest.skip("no server")
 """
