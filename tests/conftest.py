@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections import namedtuple
 from collections.abc import Callable, Generator, Iterator, Set
 from contextlib import suppress
@@ -297,6 +298,13 @@ def imports_not_collected() -> Iterator[None]:
     yield
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def own_name() -> str:
+    """What a test calls its own in a store or a cluster that tests share. The name of its folder
+    would not do: pytest uses that again once the folder is deleted (`make matrix`)."""
+    return uuid.uuid4().hex[:12]
 
 
 @pytest.fixture

@@ -47,8 +47,9 @@ def real(tmp_path_factory):
 class Sender:
     """Requests of one run, and their submission as somebody."""
 
-    def __init__(self, real, folder, monkeypatch):
+    def __init__(self, real, folder, name, monkeypatch):
         self.real = real
+        self.name = name
         self.folder = folder
         self.monkeypatch = monkeypatch
         monkeypatch.setattr(KubernetesJob, "poll_seconds", 0.3)
@@ -58,7 +59,7 @@ class Sender:
     def launcher(self, first=(SHORT,), second=(SHORT,), **changes):
         node = {
             "image": "distdl:1",
-            "store": f"pvc://runs/{self.folder.name}",
+            "store": f"pvc://runs/{self.name}",
             "port": free_port() + 1,
             "grace_seconds": 10,
             "env": {"LIGHT": json.dumps({"0": list(first), "1": list(second)}), INDEX: "0"},
@@ -67,7 +68,7 @@ class Sender:
 
     def request(self, launcher, nodes=1, devices=1, accelerator="cpu"):
         spec = JobSpec(
-            name=f"e/{self.folder.name}",
+            name=f"e/{self.name}",
             bundle=str(self.folder / "run/attempts/001/bundle"),
             store=str(self.folder / "run"),
             attempt=1,
@@ -105,8 +106,8 @@ class Sender:
 
 
 @pytest.fixture
-def sender(real, tmp_path, monkeypatch):
-    yield Sender(real, tmp_path, monkeypatch)
+def sender(real, tmp_path, own_name, monkeypatch):
+    yield Sender(real, tmp_path, own_name, monkeypatch)
     for job in real.all("jobs", "apis/batch/v1"):
         place = path_of("Job", "train", job["metadata"]["name"])
         real.call("DELETE", place, {"propagationPolicy": "Background"})
@@ -123,7 +124,7 @@ def ended(job, seconds=120):
 
 
 def starts(real, sender, index):
-    folder = real.folder / f"claims/runs/{sender.folder.name}/e/{sender.folder.name}"
+    folder = real.folder / f"claims/runs/{sender.name}/e/{sender.name}"
     path = folder / f"attempts/001/starts-{index}"
     return len(path.read_text()) if path.exists() else 0
 

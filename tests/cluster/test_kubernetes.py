@@ -76,6 +76,14 @@ def kube(tmp_path_factory):
 
 
 @pytest.fixture
+def tmp_path(tmp_path, own_name):
+    """Its name is the run's place in the volumes, which tests share."""
+    folder = tmp_path / own_name
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
 def submit(kube, moto, tmp_path, monkeypatch):
     """Submits a job whose pods do what is written, and returns it."""
     values = {"ACCESS_KEY_ID": "test", "SECRET_ACCESS_KEY": "test", "ENDPOINT_URL": moto}

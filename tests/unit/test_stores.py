@@ -70,11 +70,11 @@ def test_addresses_that_are_refused(uri, what):
 
 
 @pytest.fixture(params=["folder", "s3"])
-def store(request, tmp_path):
+def store(request, tmp_path, own_name):
     if request.param == "folder":
         return open_store(str(tmp_path / "kept/images"))
     request.getfixturevalue("s3")
-    return open_store(f"s3://box/{tmp_path.name}/images", patience=2)
+    return open_store(f"s3://box/{own_name}/images", patience=2)
 
 
 def test_files_are_stored_once_and_read_back(store, tmp_path, monkeypatch):
@@ -146,10 +146,12 @@ def test_an_upload_replaces_nothing_and_leaves_nothing_unfinished(store, tmp_pat
 @pytest.mark.parametrize(
     ("size", "call"), [(1000, "put_object"), (9 << 20, "complete_multipart_upload")]
 )
-def test_a_response_that_is_lost_does_not_fail_an_upload(s3, tmp_path, size, call, monkeypatch):
+def test_a_response_that_is_lost_does_not_fail_an_upload(
+    s3, tmp_path, own_name, size, call, monkeypatch
+):
     from botocore.exceptions import ReadTimeoutError
 
-    store = open_store(f"s3://box/{tmp_path.name}", patience=20)
+    store = open_store(f"s3://box/{own_name}", patience=20)
     (tmp_path / "one").write_bytes(bytes(size))
     real = getattr(store.client, call)
     lost = []
