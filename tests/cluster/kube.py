@@ -26,7 +26,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -72,7 +71,8 @@ def folder_of_pods():
     """/distdl, on which each pod mounts volumes of its own. The last user on this machine removes
     it: the kernel would also take away what the pods of another one have mounted there."""
     folder = Path("/distdl")
-    with Path(tempfile.gettempdir(), "distdl-pods.lock").open("wb") as lock:
+    # Not in gettempdir(): each session of pytest has another one (tests/conftest.py).
+    with Path("/tmp/distdl-pods.lock").open("wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_SH)
         folder.mkdir(exist_ok=True)
         yield
