@@ -21,8 +21,9 @@ TESTS := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 ASSUME := $(addprefix tests/unit/,test_lightning_assumptions.py callbacks/test_checkpointer.py callbacks/test_lean.py loops/test_validation.py worker/test_initial_state.py)
 
 # Of what takes hours: each test is named when it ends, its files are deleted, and what has passed
-# before with the same code is left out.
-LONG := -v -o tmp_path_retention_policy=failed -p tests.going_on
+# before with the same code is left out. A test may take 20 minutes: some train a dozen times, and a
+# busy host is several times slower.
+LONG := -v -o timeout=1200 -o tmp_path_retention_policy=failed -p tests.going_on
 
 # What measures the machine, for which no other test may run beside it.
 ALONE := tests/multiprocess/test_examination.py
