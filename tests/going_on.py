@@ -60,8 +60,10 @@ class GoingOn:
         left_out: list[pytest.Item] = []
         to_run: list[pytest.Item] = []
         for item in items:
-            has_passed = self.line(item.nodeid) in self.passed
-            (left_out if has_passed else to_run).append(item)
+            if self.line(item.nodeid) in self.passed:
+                left_out.append(item)
+            else:
+                to_run.append(item)
         if left_out:
             config.hook.pytest_deselected(items=left_out)
             items[:] = to_run

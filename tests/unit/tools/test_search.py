@@ -493,6 +493,7 @@ def test_a_verdict_in_a_store_is_not_waited_for_and_counts_when_it_comes(
     monkeypatch.setenv("DISTDL_VERDICTS", f"file://{tmp_path}/there")
     verdicts.write(tmp_path, SearchVerdict(Word.PRUNE, 1))  # not there
     waits = Verdicts.of(tmp_path)
+    began = time.monotonic()
     monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it waits"))
     assert waits.after(4) is Word.GO_ON
     (tmp_path / "there").mkdir()
@@ -500,6 +501,7 @@ def test_a_verdict_in_a_store_is_not_waited_for_and_counts_when_it_comes(
     assert waits.after(9) is Word.GO_ON
     verdicts.write(tmp_path / "there", SearchVerdict(Word.PRUNE, 4))
     assert waits.after(14) is Word.PRUNE
+    assert time.monotonic() - began < 1
     monkeypatch.setenv("DISTDL_VERDICTS", "s3://")
     deaf = Verdicts.of(tmp_path)
     assert {deaf.after(4), deaf.after(9)} == {Word.GO_ON}
