@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import functools
 import shutil
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -126,18 +127,8 @@ def drill(config: DictConfig, options: Namespace) -> Answer:
     for number, row in enumerate(rows, 1):
         say(f"[{number}/{len(rows)}] {row.fault}")
         if not row.note:
-            for left in reversed(range(TRIES)):
-                random = Random(f"{options.seed} {row.fault}")
-                moment = subject.moment(whole, random)
-                with started(copy.deepcopy(short), subject, row.fault, above, limit, typed) as run:
-                    trial.inject(row, run, moment, random)
-                whole = min(whole, run.progress())
-                if whole >= moment or not left:
-                    break
-                # The machine is faster now than when the twin ran.
-                say(f"  it took only {subject.reached(whole)}, so it is started again")
-                row.note = ""
-                shutil.rmtree(run.run.path)
+            copied = functools.partial(started, short, subject, row.fault, above, limit, typed)
+            run, whole = disturbed(row, copied, whole, options.seed)
             trial.compare(row, run, twin, options.tolerance)
             if row.survived:  # its checkpoints may be large
                 shutil.rmtree(run.run.checkpoints)
@@ -152,6 +143,36 @@ def drill(config: DictConfig, options: Namespace) -> Answer:
     if failed := [row.fault for row in done if not row.survived]:
         say(f"next    python -m distdl jobs status {shown(above / failed[0])}")
     return Answer(Drilled(shown(above), rows), 0 if done and not failed else 1)
+
+
+def disturbed(
+    row: FaultRow,
+    copied: Callable[[], AbstractContextManager[DrilledRun]],
+    whole: float,
+    seed: int,
+) -> tuple[DrilledRun, float]:
+    """Does the fault of a row to a copy of the twin. If the machine has become faster, the copy may
+    end before the moment of its fault; another one then gets it earlier.
+
+    Args:
+        whole: How far the twin has come, or a copy if one has come less far.
+
+    Returns:
+        The disturbed copy, and `whole` as it is known now.
+    """
+    tries = 0
+    while True:
+        tries += 1
+        random = Random(f"{seed} {row.fault}")
+        with copied() as run:
+            moment = run.subject.moment(whole, random)
+            trial.inject(row, run, moment, random)
+        whole = min(whole, run.progress())
+        if whole >= moment or tries == TRIES:
+            return run, whole
+        say(f"  it took only {run.subject.reached(whole)}, so it is started again")
+        row.note = ""
+        shutil.rmtree(run.run.path)
 
 
 def _lacking(fault: str, twin: DrilledRun) -> str:
@@ -169,6 +190,7 @@ def started(
     typed: Sequence[Override],
 ) -> Iterator[DrilledRun]:
     """A copy of the twin, as the fault needs it."""
+    config = copy.deepcopy(config)
     server = TrackingServer(above / "server") if fault == "tracking_down" else None
     try:
         if server:
