@@ -19,6 +19,7 @@ from typing import Any
 
 from distdl.config.programs import is_program
 from distdl.moved_names import current
+from distdl.util.errors import UserError
 
 # The base class of all tasks, whose own values hold for plain functions, too.
 BASE = "distdl.worker.task.Task"
@@ -51,8 +52,16 @@ def of(config: Mapping[Any, Any]) -> TaskFacts:
 
 def of_target(target: object) -> TaskFacts:
     """The facts of the task that a `_target_` names; those of a plain function if its source is not
-    found or is no Python."""
-    values = _literals(next(_classes(BASE, set())))
+    found or is no Python.
+
+    Raises:
+        UserError: distdl's own source is damaged.
+    """
+    base = next(_classes(BASE, set()), None)
+    if base is None:
+        what = f"the source of {BASE} is not found, or is no Python"
+        raise UserError.at("", what, "install distdl again: it is damaged", code="unreadable")
+    values = _literals(base)
     for cls in reversed([*_classes(str(target), {BASE})]):
         values |= _literals(cls)
     return TaskFacts(**values)

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from distdl.config import task_facts
+from distdl.util.errors import UserError
 from distdl.validation.kinds import KINDS
 from tests.house import FILES, package
 from tests.unit.sample_config import check_parts, node, problems, rows
@@ -74,6 +75,12 @@ def test_what_a_task_says_is_read_without_an_import(project, name, facts):
     plain = task_facts.of_target("mine.tasks.function")
     different = [n for n in task_facts.NAMES if getattr(read, n) != getattr(plain, n)]
     assert different == [each for each in facts[0].split() if each != "-"]
+
+
+def test_a_damaged_distdl_says_so(monkeypatch):
+    monkeypatch.setattr(task_facts, "BASE", "distdl.worker.lost.Task")
+    with pytest.raises(UserError, match=r"distdl.worker.lost.Task is not found(?s:.*)install"):
+        task_facts.of_target("distdl.tasks.train")
 
 
 def test_launching_needs_no_torch_to_ask():
