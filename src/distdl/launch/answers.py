@@ -11,6 +11,7 @@ from distdl.incident import incident
 from distdl.job import JobBase, JobState
 from distdl.launch import jobs
 from distdl.runs import checkpoints, failures
+from distdl.runs.attempt import moment
 from distdl.runs.directory import Attempt, RunDirectory, shown
 from distdl.util.tail import plain
 
@@ -178,8 +179,8 @@ def state_of(
         job=plain(where_of(attempt)),
         url=url,
         reasons=[each for each in (why, "" if facts else MISSING, copied, asked) if each],
-        started=time_of(facts, "started"),
-        ended=time_of(facts, "ended"),
+        started=moment(facts.get("started")),
+        ended=moment(facts.get("ended")),
         restarts=int(facts.get("restarts") or 0),
         metrics=facts.get("metrics") or {},
         checkpoint=plain(shown(checkpoint)) if checkpoint.exists() else "",
@@ -222,12 +223,6 @@ def where_of(attempt: Attempt) -> str:
         host = attempt.status().get("host")
         return f"local, {host}" if host else "local"
     return f"{target.removeprefix('distdl.launchers.').partition('.')[0]}, not submitted"
-
-
-def time_of(facts: Mapping[str, Any], name: str) -> float | None:
-    """Seconds since 1970; None if it is not recorded, or too large for a date."""
-    moment = facts.get(name)
-    return float(moment) if moment and abs(moment) < 1e11 else None
 
 
 def ended(run: RunDirectory) -> RunState:

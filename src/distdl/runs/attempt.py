@@ -44,6 +44,14 @@ class RankProcess(NamedTuple):
     agent: str
 
 
+def moment(value: object) -> float | None:
+    """A time as a status.json states it, in seconds since 1970; None if it is missing, no number,
+    or beyond what a date can show."""
+    if isinstance(value, NUMBER) and value and abs(value) < 1e11:
+        return float(value)
+    return None
+
+
 def place_of(folder: Path, name: Path | None = None) -> dict[str, Any]:
     """Identifies the folder of an attempt in a record: a copy of it has another path and inode.
 

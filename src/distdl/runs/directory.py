@@ -26,7 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from distdl.job import JobState
 from distdl.runs import files, inputs
-from distdl.runs.attempt import LAUNCH, STATUS, place_of
+from distdl.runs.attempt import LAUNCH, STATUS, moment, place_of
 from distdl.runs.attempt import Attempt as Attempt
 from distdl.runs.files import read_json as read_json
 from distdl.runs.files import write_json, write_text
@@ -166,8 +166,9 @@ class RunDirectory:
         if status.get("host") != socket.gethostname() or last.job():
             remedy += f"; if you know that it is gone: python -m distdl jobs ended {self.path}"
         who = f"pid {status.get('pid')} on {status.get('host')}"
-        since = time.ctime(status.get("started") or 0)
-        what = f"attempt {last.number} is running ({who}, started {since})"
+        if started := moment(status.get("started")):
+            who += f", started {time.ctime(started)}"
+        what = f"attempt {last.number} is running ({who})"
         raise UserError.at(str(self.path), what, remedy, code="under-way")
 
     def begin_attempt(

@@ -262,5 +262,4 @@ def perform_task(task: Task[Built], built: Built) -> dict[str, float]:
 def end(built: Built, context: RankContext, tracker: Tracking, metrics: dict[str, float]) -> None:
     """Prints the results, and what to type next."""
     if context.environment.rank == 0:
-        started = context.attempt.status().get("started", 0)
-        summary.print_end(built, metrics, tracker.how_to_open(), started)
+        summary.print_end(built, metrics, tracker.how_to_open(), context.started)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from typing import Any
 
 from distdl.health.watchdog import Watchdog
@@ -15,7 +16,7 @@ from distdl.runs.directory import Attempt, RunDirectory
 @dataclass(frozen=True)
 class RankContext:
     """One rank of an attempt. `launch` is its launch.yaml, to which measured choices are added.
-    `watchdog` is None if it is switched off."""
+    `watchdog` is None if it is switched off. `started` is in seconds since 1970."""
 
     attempt: Attempt
     launch: dict[str, Any]
@@ -23,6 +24,7 @@ class RankContext:
     environment: Environment
     stop: StopRequest
     watchdog: Watchdog | None = None
+    started: float = field(default_factory=time.time)
 
     @property
     def run(self) -> RunDirectory:

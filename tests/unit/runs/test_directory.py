@@ -77,6 +77,8 @@ def test_a_crash_in_an_update_keeps_what_was_recorded(run, monkeypatch):
         # A process that lives, and has not begun yet; an older record has no start time.
         (False, {"pid": 1, "birth": None}, True),
         (True, {}, True),
+        # What no date can show.
+        (True, {"started": 1e300}, True),
         # Nobody can tell from here.
         (True, {"host": "elsewhere", "pid": "zombie"}, True),
         # The number belongs to another process by now, also after a reboot.

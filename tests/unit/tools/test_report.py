@@ -285,6 +285,17 @@ def test_links_that_lead_out_are_left_out(tmp_path):
     assert "hunter2" not in reported(run)
 
 
+BEYOND = {"integer": "1" + 400 * "0", "float": "1e300", "infinity": "Infinity", "none": "NaN"}
+
+
+@pytest.mark.parametrize("beyond", BEYOND.values(), ids=BEYOND)
+def test_a_time_that_no_date_can_show_and_a_count_that_is_none(run, beyond):
+    number = json.loads(beyond)
+    parameters = {"total": number, "trainable": number}
+    attempt(run, 2, {}, state="SUCCEEDED", started=number, ended=number, parameters=parameters)
+    assert "SUCCEEDED" in reported(run)
+
+
 @pytest.mark.parametrize("value", [[], {"real": 3}])
 def test_files_of_another_shape_and_values_that_are_no_number(tmp_path, value):
     run = foreign(tmp_path / "e/r", "fine")

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import ConstantLR, LambdaLR, SequentialLR
 
 from distdl.loops.fit import Rebuilt
 from distdl.optim.optimizers import build_optimizer
+from distdl.runs.attempt import STATUS
 from distdl.runs.checkpoints import manifest_of
 from distdl.runs.directory import RunDirectory
 from distdl.strategies import deepspeed_state
@@ -86,6 +87,18 @@ def test_the_epoch_of_a_checkpoint(tmp_path, facts, epoch):
     # Another run's may be one of which the weights alone are taken.
     assert build.next_epoch(str(file), RunDirectory(tmp_path / "other")) == 0
     assert build.next_epoch(None, run) == 0
+
+
+def test_the_time_of_a_run_is_said_without_its_record(context, capsys):
+    """Something has removed it while the run trained."""
+    (context.attempt.path / STATUS).unlink()
+    config = OmegaConf.create({"task": {"_target_": "distdl.tasks.test"}})
+    built = SimpleNamespace(run=context.run, config=config)
+    tracker = SimpleNamespace(how_to_open=lambda: ())
+    performing.end(built, context, tracker, {"test/loss": 0.5})
+    printed = capsys.readouterr().out
+    assert "test/loss 0.5" in printed
+    assert "time    0 min" in printed
 
 
 class Layered(nn.Module):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ import yaml
 from distdl.config import task_facts
 from distdl.config.recipe import unit_of
 from distdl.job import JobState
+from distdl.runs.attempt import moment
 from distdl.runs.checkpoints import judged_by
 from distdl.runs.directory import Attempt, RunDirectory
 from distdl.runs.records import Record, journal_path, journals, lines
@@ -186,8 +188,8 @@ def _attempt(folder: Path, launch: dict[str, Any], run: Path) -> ReportedAttempt
         number=int(folder.name),
         task="" if not task or task_facts.of_target(task).trains else str(task).rpartition(".")[2],
         state=str(status.get("state") or "UNKNOWN"),
-        started=_moment(status.get("started")),
-        ended=_moment(status.get("ended")),
+        started=moment(status.get("started")),
+        ended=moment(status.get("ended")),
         changed=mapping(status.get("changed")) or mapping(launch.get("changes")),
         error=str(error),
         parameters=mapping(status.get("parameters")),
@@ -323,12 +325,10 @@ def median(values: list[float]) -> float:
 
 
 def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) and value == value else None
-
-
-def _moment(value: object) -> float | None:
-    moment = _number(value)
-    return moment if moment is not None and abs(moment) < 1e11 else None  # what a date can show
+    if not isinstance(value, int | float):
+        return None
+    # Neither NaN nor infinity, nor an integer of hundreds of digits.
+    return float(value) if abs(value) <= sys.float_info.max else None
 
 
 class _Unfolded(yaml.SafeLoader):
