@@ -79,9 +79,19 @@ def together(splits: Mapping[str, str]) -> str:
 
 
 def listed(file: Path) -> dict[str, list[str]]:
-    """The photographs of train.txt or val.txt, by class: a line is <class>/<name>."""
+    """The photographs of train.txt or val.txt, by class: a line is <class>/<name>.
+
+    Raises:
+        ValueError: The file cannot be read.
+    """
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "no text"
+        needed = "--lists names a folder that has train.txt and val.txt"
+        raise ValueError(f"{file}: {why}; {needed}") from None
     names: dict[str, list[str]] = {}
-    for line in file.read_text(encoding="utf-8").splitlines():
+    for line in text.splitlines():
         folder, _, name = line.partition("/")
         names.setdefault(folder, []).append(name)
     return names

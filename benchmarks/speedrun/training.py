@@ -66,7 +66,9 @@ def one_message(parser: argparse.ArgumentParser) -> Iterator[None]:
     that failed (RuntimeError), 130 for Ctrl-C."""
     try:
         yield
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        parser.exit(2, f"{parser.prog}: error: {error.filename}: {error.strerror}\n")
+    except ValueError as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
     except RuntimeError as error:
         parser.exit(1, f"{parser.prog}: {error}\n")

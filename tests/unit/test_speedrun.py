@@ -285,18 +285,29 @@ def test_no_seed_is_refused(command, capsys):
     [
         (["--seeds", "2"], "--photographs says below"),
         (["small_bf61", "--photographs", "."], "no row of records.yaml; did you mean small_bf16?"),
-        (["--photographs", ".", "--lists", "none"], "No such file or directory: 'none/train.txt'"),
-        (["--photographs", "train", "--lists", ".", "--results", "train.txt"], "Not a directory"),
+        (
+            ["--photographs", ".", "--lists", "none"],
+            "error: none/train.txt: No such file or directory; --lists names a folder",
+        ),
+        (["--photographs", ".", "--lists", "pixels"], "error: pixels/train.txt: no text; --lists"),
+        (
+            ["--photographs", "train", "--lists", ".", "--results", "train.txt"],
+            "train.txt/photographs/train/",
+        ),
     ],
 )
 def test_the_speedrun_says_what_it_needs(words, text, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     listing(tmp_path / "train")
     shutil.copy("train.txt", "val.txt")
+    (tmp_path / "pixels").mkdir()
+    (tmp_path / "pixels/train.txt").write_bytes(b"\xff\xd8\xff")
     with pytest.raises(SystemExit) as ended:
         speedrun.main(words)
     assert ended.value.code == 2
-    assert text in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert text in printed
+    assert "Errno" not in printed
 
 
 @pytest.fixture
