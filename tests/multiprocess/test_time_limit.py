@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from distdl.runs.checkpoints import CheckpointStore
+from distdl.runs.records import read
 from tests.conftest import TINY, UNCHECKED, distdl, last_step, losses, matrix_only, samples, status
 
 SECONDS = 8
@@ -22,13 +23,28 @@ RUN = "outputs/default/r"
 
 
 def ended(run):
-    """The state in the last checkpoint."""
+    """Of the last checkpoint: the steps, the seconds that were used, the full rate."""
     newest = CheckpointStore(run / "checkpoints").newest()
     saved = torch.load(newest, weights_only=True)
     budget = saved["distdl"]["budget"]
-    rate = saved["optimizer_states"][0]["param_groups"][0]["lr"]
     full = saved["optimizer_states"][0]["param_groups"][0]["initial_lr"]
-    return saved["global_step"], budget["used"] / 1e6, rate / full
+    return saved["global_step"], budget["used"] / 1e6, full
+
+
+def logged(run):
+    """attempt -> step -> when it was logged, and its rate."""
+    found = {}
+    for record in read(run / "logs/metrics.jsonl"):
+        if "train/loss" in record.metrics:
+            steps = found.setdefault(record.attempt, {})
+            steps[record.step] = record.time, record.metrics["lr"]
+    return found
+
+
+def seconds(steps):
+    """From the first step to the last."""
+    times = [time for time, _ in steps.values()]
+    return max(times) - min(times) if times else 0.0
 
 
 @matrix_only
@@ -47,11 +63,18 @@ def test_ranks_end_in_time_together_and_a_resume_uses_what_is_left(number, backg
         assert done.returncode == 0, done.stdout + done.stderr
     else:
         assert job.wait() == 0, job.output()
-    steps, used, share = ended(run)
+    steps, used, full = ended(run)
     last = 1 if number is None else 2
     assert status(run, last)["state"] == "SUCCEEDED"
-    assert SECONDS - 0.5 < used < SECONDS + 3, "the last validation comes after it"
-    assert share < 0.05, "the curve has ended"
+    assert used > SECONDS - 0.5
+    attempts = logged(run)
+    rates = [rate for _, rate in attempts[last].values()]
+    assert rates[-1] / full < 0.05, "the curve has ended"
+    # A host may stall within a step, so that how long it took has no upper limit.
+    assert rates.count(0.0) <= 3, "and the training with it, as soon as ranks know"
+    first = min(attempts[last])
+    before = {step: at for step, at in attempts[1].items() if step < first}
+    assert seconds(before) + seconds(attempts[last]) <= used, "of all attempts together"
     assert max(losses(run)) == steps, "the journal goes to the last step"
     batches = samples(run)[last]
     assert max(step for _, step in batches) == steps
