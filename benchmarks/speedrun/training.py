@@ -67,7 +67,9 @@ def one_message(parser: argparse.ArgumentParser) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        parser.exit(2, f"{parser.prog}: error: {error.filename}: {error.strerror}\n")
+        # A full disk has no file's name, and an error of a library may have only a text.
+        what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        parser.exit(2, f"{parser.prog}: error: {what}\n")
     except ValueError as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
     except RuntimeError as error:

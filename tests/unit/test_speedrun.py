@@ -1,5 +1,7 @@
 """`make speedrun` without a training: folds, ideas, pairing, the verdict, a tree's CPU time."""
 
+import argparse
+import errno
 import json
 import os
 import shutil
@@ -292,7 +294,7 @@ def test_no_seed_is_refused(command, capsys):
         (["--photographs", ".", "--lists", "pixels"], "error: pixels/train.txt: no text; --lists"),
         (
             ["--photographs", "train", "--lists", ".", "--results", "train.txt"],
-            "train.txt/photographs/train/",
+            "train.txt/photographs/train/class0: Not a directory",
         ),
     ],
 )
@@ -308,6 +310,15 @@ def test_the_speedrun_says_what_it_needs(words, text, tmp_path, monkeypatch, cap
     printed = capsys.readouterr().err
     assert text in printed
     assert "Errno" not in printed
+
+
+def test_an_error_without_a_file_keeps_its_words(capsys):
+    parser = argparse.ArgumentParser("speedrun")
+    with pytest.raises(SystemExit), training.one_message(parser):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    printed = capsys.readouterr().err
+    assert "No space left on device" in printed
+    assert "None" not in printed
 
 
 @pytest.fixture
