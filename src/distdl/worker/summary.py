@@ -103,7 +103,8 @@ def print_end(
     minutes, seconds = divmod(int(time.time() - started), 60)
     values = {k: v for k, v in metrics.items() if not k.startswith(("perf/", "epoch"))}
     say()
-    say("done    " + "  ".join(f"{k} {v:.4g}" for k, v in sorted(values.items())))
+    result = "  ".join(f"{k} {v:.4g}" for k, v in sorted(values.items()))
+    say(f"done    {result}" if values else "done    no metric was logged")
     line = f"time    {minutes} min {seconds} s"
     if speed := metrics.get("perf/images_per_second"):
         line += f"  {speed:,.1f} {unit_of(built.data)} (median)"

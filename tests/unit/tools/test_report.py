@@ -289,11 +289,16 @@ BEYOND = {"integer": "1" + 400 * "0", "float": "1e300", "infinity": "Infinity", 
 
 
 @pytest.mark.parametrize("beyond", BEYOND.values(), ids=BEYOND)
-def test_a_time_that_no_date_can_show_and_a_count_that_is_none(run, beyond):
+def test_a_time_that_no_date_can_show_and_a_count_that_is_none(run, beyond, capsys):
     number = json.loads(beyond)
-    parameters = {"total": number, "trainable": number}
-    attempt(run, 2, {}, state="SUCCEEDED", started=number, ended=number, parameters=parameters)
+    parameters = {"total": 4, "trainable": number}
+    attempt(run, 2, {}, state="SUCCEEDED", started=number, ended=1.0, parameters=parameters)
     assert "SUCCEEDED" in reported(run)
+    shown = str(number)[:40]
+    damage = f"started is '{shown}'"
+    if beyond != "1e300":  # no date, but a count
+        damage += f", parameters.trainable is '{shown}'"
+    assert f"attempts/002/status.json: is damaged: {damage}\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("value", [[], {"real": 3}])

@@ -89,16 +89,24 @@ def test_the_epoch_of_a_checkpoint(tmp_path, facts, epoch):
     assert build.next_epoch(None, run) == 0
 
 
+def end(context, metrics):
+    config = OmegaConf.create({"task": {"_target_": "distdl.tasks.test"}})
+    built = SimpleNamespace(run=context.run, config=config)
+    performing.end(built, context, SimpleNamespace(how_to_open=lambda: ()), metrics)
+
+
 def test_the_time_of_a_run_is_said_without_its_record(context, capsys):
     """Something has removed it while the run trained."""
     (context.attempt.path / STATUS).unlink()
-    config = OmegaConf.create({"task": {"_target_": "distdl.tasks.test"}})
-    built = SimpleNamespace(run=context.run, config=config)
-    tracker = SimpleNamespace(how_to_open=lambda: ())
-    performing.end(built, context, tracker, {"test/loss": 0.5})
+    end(context, {"test/loss": 0.5})
     printed = capsys.readouterr().out
     assert "test/loss 0.5" in printed
     assert "time    0 min" in printed
+
+
+def test_a_run_without_a_metric_says_so(context, capsys):
+    end(context, {})
+    assert "done    no metric was logged" in capsys.readouterr().out
 
 
 class Layered(nn.Module):

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from statistics import median_high
@@ -150,7 +151,7 @@ def _damage(run: RunDirectory) -> list[str]:
         checks = {run.path / "provenance.json": run.provenance}
     for attempt in run.attempts():
         checks[attempt.path / "launch.yaml"] = attempt.check_launch
-        checks[attempt.path / "status.json"] = attempt.status
+        checks[attempt.path / "status.json"] = partial(_check_status, attempt)
         checks[attempt.path / "job.json"] = attempt.job
     damage = []
     for path, check in checks.items():
@@ -160,6 +161,23 @@ def _damage(run: RunDirectory) -> list[str]:
             except Damaged as error:
                 damage.append(str(error))
     return damage
+
+
+def _check_status(attempt: Attempt) -> None:
+    """Raises `Damaged` if the attempt's status.json cannot be read, or has values that the page
+    cannot show."""
+    status = attempt.status()
+    counts = status.get("parameters") or {}
+    left_out = {}
+    for name in ("started", "ended"):
+        if status.get(name) and moment(status[name]) is None:
+            left_out[name] = status[name]
+    for name in ("total", "trainable"):
+        if name in counts and _number(counts[name]) is None:
+            left_out[f"parameters.{name}"] = counts[name]
+    if left_out:
+        what = ", ".join(f"{name} is {str(value)[:40]!r}" for name, value in left_out.items())
+        raise Damaged(attempt.path / "status.json", what, "the page leaves it out")
 
 
 def _damaged_journals(
