@@ -26,6 +26,9 @@ from tests.conftest import ROOT, environment, free_port
 from tests.warm import Popen
 
 MOST_MEMORY = 3 << 30  # bytes of a rank
+# What keeps its process groups for the next training: DeepSpeed in variables of its modules, and
+# torch's DTensor in what it remembers of operations on a mesh of several dimensions.
+KEEPS_GROUPS = ("strategy=deepspeed", "strategy=model_parallel")
 
 
 @dataclass
@@ -217,13 +220,12 @@ def end_groups(lasting, case):
     100 times a second.
 
     Args:
-        lasting: The groups that stay. Those of a case with DeepSpeed are added: it keeps them in
-            variables of its modules, for the next training.
+        lasting: The groups that stay; those of `KEEPS_GROUPS` are added.
     """
     import torch.distributed as dist
 
     made = groups() - lasting
-    if any("deepspeed" in word for word in case.overrides):
+    if any(word.startswith(KEEPS_GROUPS) for word in case.overrides):
         lasting |= made
         return
     for group in made:
