@@ -101,7 +101,26 @@ MATRIX := $(addprefix tests/, \
 	unit/worker/test_compiling.py \
 )
 
-.PHONY: train test setup wheel servers programs server-packages servers-kube docs lint matrix lightnings gpu-proof speedrun bench clean
+# What is wrong is said before anything runs, for hours. make itself takes any name for a variable.
+SETTINGS := PYTHON VENV DEBUG ALONE MATRIX MINUTES ROW PHOTOGRAPHS PARTS
+GIVEN := $(foreach each,$(.VARIABLES),$(if $(filter command,$(origin $(each))),$(each)))
+ifneq ($(filter-out $(SETTINGS),$(GIVEN)),)
+$(error $(filter-out $(SETTINGS),$(GIVEN)): unknown; what can be set: $(SETTINGS))
+endif
+ifneq ($(filter matrix,$(MAKECMDGOALS)),)
+NOT_THERE := $(foreach each,$(ALONE) $(MATRIX),$(if $(wildcard $(firstword $(subst ::, ,$(each)))),,$(each)))
+$(if $(and $(strip $(ALONE)),$(strip $(MATRIX))),,$(error matrix: without ALONE or MATRIX all tests would run; a part of it: DISTDL_MATRIX=1 $(BIN)/python -m pytest FILE))
+$(if $(strip $(NOT_THERE)),$(error matrix: no such test: $(strip $(NOT_THERE))))
+endif
+ifneq ($(filter bench,$(MAKECMDGOALS)),)
+$(if $(filter-out bench,$(MAKECMDGOALS)),$(error bench: write it alone; PARTS="startup search" chooses parts))
+$(if $(filter command,$(origin PARTS)),$(if $(strip $(PARTS)),,$(error PARTS is empty: name parts, or leave it away for all of them)))
+endif
+
+.PHONY: help train test setup wheel servers programs server-packages servers-kube docs lint matrix lightnings gpu-proof speedrun bench clean
+
+help:  ## what make can do
+	@sed -n 's/^\([a-z-]*\):.*  ## /\1: /p' $(MAKEFILE_LIST)
 
 train: setup  ## the main job: ResNet-50 with DDP, tracked in MLflow
 	$(BIN)/python -m distdl +experiment=resnet50_ddp $(DEBUG)
@@ -140,64 +159,81 @@ server-packages:
 	command -v azurite-blob >/dev/null || npm install --silent --global azurite
 	command -v yaml-language-server >/dev/null || npm install --silent --global yaml-language-server
 
-servers-kube: .servers/kube/bin/kube-scheduler  ## a control plane of Kubernetes 1.20 (Debian, as root; about 8 CPU minutes)
+servers-kube: .servers/kube/.ready  ## a control plane of Kubernetes 1.20 (Debian, as root; about 8 CPU minutes)
 
-.servers/kube/bin/kube-scheduler:
-	tests/cluster/kube_build.sh .servers/kube
+.servers/kube/.ready:
+	rm -rf $(@D)
+	tests/cluster/kube_build.sh $(@D)
+	touch $@
+
+# Environments beside .venv: `make .servers/jax`. One that was not finished has no .ready, and is made
+# anew.
+ENVIRONMENTS := $(addprefix .servers/,azmlinfsrv tensorflow jax mpi transformers torchx traceml loaders docs)
+NEW = rm -rf $(@D) && $(BIN)/python -m venv --without-pip $(@D)
+
+.PHONY: $(ENVIRONMENTS)
+$(ENVIRONMENTS): %: %/.ready
 
 # Microsoft's inference server, in an environment of its own: it needs older versions of what distdl
-# uses, also of a package that hides a part of it (azure.monitor). The last line lets it find torch
+# uses, also of a package that hides a part of it (azure.monitor). Its tests.pth lets it find torch
 # and numpy, but not distdl.
-.servers/azmlinfsrv: $(READY)
-	rm -rf $@ && $(BIN)/python -m venv --without-pip $@
-	$(BIN)/uv pip install --quiet --python $@/bin/python azureml-inference-server-http==1.5.1 azure-monitor-opentelemetry
-	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(echo $@/lib/python3*/site-packages)/tests.pth
+.servers/azmlinfsrv/.ready: $(READY)
+	$(NEW)
+	$(BIN)/uv pip install --quiet --python $(@D)/bin/python azureml-inference-server-http==1.5.1 azure-monitor-opentelemetry
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(echo $(@D)/lib/python3*/site-packages)/tests.pth
+	touch $@
 
 # Frameworks whose programs distdl starts (docs/programs.md), each in an environment of its own.
 programs: .servers/tensorflow .servers/jax .servers/mpi .servers/torchx .servers/transformers  ## what the programs of other frameworks need, for make matrix
 
-.servers/tensorflow: PACKAGE := tensorflow-cpu==2.21.0
-.servers/jax: PACKAGE := jax==0.10.2
-.servers/mpi: PACKAGE := mpi4py==4.1.2
-.servers/tensorflow .servers/jax .servers/mpi: $(READY)
-	rm -rf $@ && $(BIN)/python -m venv --without-pip $@
-	$(BIN)/uv pip install --quiet --python $@/bin/python $(PACKAGE)
+.servers/tensorflow/.ready: PACKAGE := tensorflow-cpu==2.21.0
+.servers/jax/.ready: PACKAGE := jax==0.10.2
+.servers/mpi/.ready: PACKAGE := mpi4py==4.1.2
+.servers/tensorflow/.ready .servers/jax/.ready .servers/mpi/.ready: $(READY)
+	$(NEW)
+	$(BIN)/uv pip install --quiet --python $(@D)/bin/python $(PACKAGE)
+	touch $@
 
 # Its torch is that of .venv, which distdl's own ranks have as well.
-.servers/transformers: $(READY)
-	rm -rf $@ && $(BIN)/python -m venv --without-pip $@
-	echo 'torch; sys_platform == "never"' > $@/no-torch.txt
-	$(BIN)/uv pip install --quiet --python $@/bin/python --override $@/no-torch.txt transformers==5.24.0 accelerate==1.15.0
-	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(echo $@/lib/python3*/site-packages)/tests.pth
+.servers/transformers/.ready: $(READY)
+	$(NEW)
+	echo 'torch; sys_platform == "never"' > $(@D)/no-torch.txt
+	$(BIN)/uv pip install --quiet --python $(@D)/bin/python --override $(@D)/no-torch.txt transformers==5.24.0 accelerate==1.15.0
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(echo $(@D)/lib/python3*/site-packages)/tests.pth
+	touch $@
 
-# Its last line lets torchx find distdl, whose schedulers it then offers, and torch.
-.servers/torchx: $(READY)
-	rm -rf $@ && $(BIN)/python -m venv --without-pip $@
-	$(BIN)/uv pip install --quiet --python $@/bin/python -c constraints.txt torchx-nightly
-	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' > $$(echo $@/lib/python3*/site-packages)/distdl.pth
+# Its distdl.pth lets torchx find distdl, whose schedulers it then offers, and torch.
+.servers/torchx/.ready: $(READY)
+	$(NEW)
+	$(BIN)/uv pip install --quiet --python $(@D)/bin/python -c constraints.txt torchx-nightly
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' > $$(echo $(@D)/lib/python3*/site-packages)/distdl.pth
+	touch $@
 
-# What benchmarks/straggler.py compares distdl with. Its last line lets it find distdl and torch.
-.servers/traceml: $(READY)
-	rm -rf $@ && $(BIN)/python -m venv --without-pip $@
-	$(BIN)/uv pip install --quiet --python $@/bin/python traceml-ai==0.5.0
-	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' > $$(echo $@/lib/python3*/site-packages)/distdl.pth
+# What benchmarks/straggler.py compares distdl with. Its distdl.pth lets it find distdl and torch.
+.servers/traceml/.ready: $(READY)
+	$(NEW)
+	$(BIN)/uv pip install --quiet --python $(@D)/bin/python traceml-ai==0.5.0
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' > $$(echo $(@D)/lib/python3*/site-packages)/distdl.pth
+	touch $@
 
 # What benchmarks/loader.py compares distdl with; FFCV is compiled (Debian: apt-get install g++
 # libopencv-dev libturbojpeg0-dev pkg-config), and SPDL loads FFmpeg (libavdevice59 libavfilter8).
-# The second line lets them find distdl and torch.
-.servers/loaders: $(READY)
-	rm -rf $@ && $(BIN)/python -m venv --without-pip $@
-	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" > $$(echo $@/lib/python3*/site-packages)/distdl.pth
-	$(BIN)/uv pip install --quiet --python $@/bin/python --constraint constraints.txt nvidia-dali-cuda120==2.4.0 numba opencv-python-headless pkgconfig setuptools spdl==0.8.0 boto3 tifffile obstore
-	$(BIN)/uv pip install --quiet --python $@/bin/python --no-deps litdata==0.2.76
-	$(BIN)/uv pip install --quiet --python $@/bin/python --no-deps --no-build-isolation ffcv==1.0.2
+# Its distdl.pth lets them find distdl and torch.
+.servers/loaders/.ready: $(READY)
+	$(NEW)
+	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" > $$(echo $(@D)/lib/python3*/site-packages)/distdl.pth
+	$(BIN)/uv pip install --quiet --python $(@D)/bin/python --constraint constraints.txt nvidia-dali-cuda120==2.4.0 numba opencv-python-headless pkgconfig setuptools spdl==0.8.0 boto3 tifffile obstore
+	$(BIN)/uv pip install --quiet --python $(@D)/bin/python --no-deps litdata==0.2.76
+	$(BIN)/uv pip install --quiet --python $(@D)/bin/python --no-deps --no-build-isolation ffcv==1.0.2
+	touch $@
 
 docs: setup .servers/docs  ## docs/ as a site, in build/site: search, a reference, checked links
 	$(BIN)/python -m website.build
 
-.servers/docs: $(READY)
-	rm -rf $@ && $(BIN)/python -m venv --without-pip $@
-	$(BIN)/uv pip install --quiet --python $@/bin/python zensical==0.0.73 mkdocstrings-python==2.0.11
+.servers/docs/.ready: $(READY)
+	$(NEW)
+	$(BIN)/uv pip install --quiet --python $(@D)/bin/python zensical==0.0.73 mkdocstrings-python==2.0.11
+	touch $@
 
 lint: setup  ## ruff and mypy
 	$(BIN)/ruff check .

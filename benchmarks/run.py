@@ -9,7 +9,7 @@ A part that is kept is written when it ends, to a file of its own in benchmarks/
 RESULTS.md is made anew from all of them: whatever cuts the time off loses one part. Parts whose
 results are oldest come first, so the same command goes on where it was cut off. Of several parts,
 each has a process of its own. If a part fails, or lacks a competitor that its kept result has, the
-others still run, that result stays, and the exit code is 1.
+others still run, that result stays, and the exit code is 1; after Ctrl-C it is 130.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import argparse
 import dataclasses
 import importlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -57,7 +58,8 @@ ALL = (*CPU, "loader", "gpu")
 PAGE = Path(__file__).with_name("RESULTS.md")
 KEPT = Path(__file__).with_name("results")
 # Parts whose competitors are in an environment of their own.
-PYTHONS = {"loader": ROOT / ".servers/loaders/bin/python"}
+ENVIRONMENTS = {"loader": ROOT / ".servers/loaders"}
+INTERRUPTED = 130  # as a shell says it of SIGINT
 
 
 class Part(Protocol):
@@ -163,14 +165,39 @@ def with_less(name: str) -> str:
         return ""
     return (
         f"{name}: not measured, as its result in {KEPT.name}/ compares with "
-        f"{', '.join(lost)}, not installed here: {', '.join(dict.fromkeys(lost.values()))}"
+        f"{'; '.join(lost)}: not installed here: {', '.join(dict.fromkeys(lost.values()))}"
     )
+
+
+def not_writable(names: Sequence[str]) -> str:
+    """Why the results of these parts could not be kept; "" if they can."""
+    for file in (PAGE, *(KEPT / f"{name}.json" for name in names)):
+        if file.exists() and not (file.is_file() and os.access(file, os.W_OK)):
+            return f"{file}: cannot be written"
+    for folder in (PAGE.parent, KEPT if KEPT.exists() else KEPT.parent):
+        if not (folder.is_dir() and os.access(folder, os.W_OK)):
+            return f"{folder}: nothing can be written there"
+    return ""
+
+
+def last_time(names: Sequence[str]) -> str:
+    """How long these parts took, as far as it was written down; "" if it never was."""
+    seconds = {}
+    for name in names:
+        kept = Kept.read(name)
+        if kept is not None and kept.seconds is not None:
+            seconds[name] = kept.seconds
+    if not seconds:
+        return ""
+    unknown = [name for name in names if name not in seconds]
+    besides = f", and {', '.join(unknown)}" if unknown else ""
+    return f" (the last time {sum(seconds.values()) / 60:.1f} minutes{besides})"
 
 
 def is_here(name: str) -> bool:
     """Whether this process can import the competitors of a part, as far as they are installed."""
-    python = PYTHONS.get(name)
-    return python is None or not python.exists() or sys.prefix == str(python.parents[1])
+    folder = ENVIRONMENTS.get(name)
+    return folder is None or not (folder / ".ready").exists() or sys.prefix == str(folder)
 
 
 def torch_sees_a_gpu() -> bool:
@@ -182,10 +209,15 @@ def torch_sees_a_gpu() -> bool:
 def in_own_process(name: str, keep: bool) -> int:
     """The exit code of a part that is measured by a new process: memory and threads that other
     parts have left behind cost it nothing, and what kills it (no memory left) ends it alone."""
-    python = sys.executable if is_here(name) else str(PYTHONS[name])
+    python = sys.executable if is_here(name) else str(ENVIRONMENTS[name] / "bin/python")
     words = ["--keep"] if keep else []
     command = [python, "-m", "benchmarks.run", *words, name]
-    code = subprocess.run(command, cwd=ROOT, check=False).returncode
+    with subprocess.Popen(command, cwd=ROOT) as process:
+        try:
+            code = process.wait()
+        except KeyboardInterrupt:
+            process.wait()  # Ctrl-C reached it as well: it ends its ranks, and removes its files
+            raise
     if code < 0:
         print(f"{name}: killed by {signal.Signals(-code).name}\n", flush=True)
     return code
@@ -197,8 +229,12 @@ def in_this_process(name: str, keep: bool) -> int:
     if result is None:
         return 1
     if keep:
-        result.write()
-        PAGE.write_text(page(), encoding="utf-8")
+        try:
+            result.write()
+            PAGE.write_text(page(), encoding="utf-8")
+        except OSError as error:
+            print(f"{name}: its result, above, is not kept: {error}\n", flush=True)
+            return 1
         print(f"{name} is kept in {KEPT.name}/, and {PAGE.name} has it\n", flush=True)
     print(f"{goal_table(result.goals)}\n", flush=True)
     return 0
@@ -209,7 +245,7 @@ def measured(name: str, keep: bool) -> Kept | None:
     be kept and would say less than what is kept."""
     started = time.monotonic()
     begun_at = commit()  # somebody may commit while it is measured
-    print(f"{name} ...", flush=True)
+    print(f"{name} ...{last_time([name])}", flush=True)
     try:
         why_not = with_less(name) if keep else ""
         if why_not:
@@ -217,6 +253,9 @@ def measured(name: str, keep: bool) -> Kept | None:
             return None
         part: Part = module_of(name).main()
         result = Kept.of(name, part, time.monotonic() - started, begun_at)
+    except KeyboardInterrupt:
+        print(f"\n{name}: interrupted, and nothing of it is kept", flush=True)
+        raise
     # Whatever ends a benchmark, the others shall run.
     except Exception:
         traceback.print_exc()
@@ -293,15 +332,13 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--keep", action="store_true", help=f"writes {KEPT.name}/ and {PAGE.name}")
     parser.add_argument("--page", action="store_true", help=f"only writes {PAGE.name}")
     options = parser.parse_args(words)
-    if options.page:
-        PAGE.write_text(page(), encoding="utf-8")
-        print(PAGE)
-        return 0
     for name in options.parts:
         if name not in ALL:
-            near = did_you_mean_word(name, ALL) or f"choose from: {', '.join(ALL)}"
+            near = did_you_mean_word(name, ALL) or f"choose from: {' '.join(ALL)}"
             print(f"{name}: unknown benchmark; {near}")
             return 2
+    if options.page:
+        return page_made(options.parts)
     chosen = options.parts or [*ALL]
     if "gpu" in chosen and not torch_sees_a_gpu():
         if options.parts:
@@ -309,13 +346,49 @@ def main(words: Sequence[str] | None = None) -> int:
             return 2
         chosen.remove("gpu")
     if options.keep:
+        if reason := not_writable(chosen):
+            print(f"{reason}; nothing was measured")
+            return 2
         chosen = oldest_first(chosen)
-    if len(chosen) == 1 and is_here(chosen[0]):
-        return in_this_process(chosen[0], options.keep)
-    without = [name for name in chosen if in_own_process(name, options.keep)]
-    if options.keep:
-        kept = [Kept.read(name) for name in chosen if name not in without]
-        print(goal_table([goal for each in kept if each is not None for goal in each.goals]))
+    try:
+        return all_measured(chosen, options.keep)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def page_made(parts: Sequence[str]) -> int:
+    """Makes the page anew, of all results; the exit code."""
+    if parts:
+        print(f"--page is made of all results: leave {', '.join(parts)} away")
+        return 2
+    if reason := not_writable([]):
+        print(reason)
+        return 2
+    PAGE.write_text(page(), encoding="utf-8")
+    print(PAGE)
+    return 0
+
+
+def all_measured(names: Sequence[str], keep: bool) -> int:
+    """Measures these parts in turn; the exit code."""
+    if len(names) == 1 and is_here(names[0]):
+        return in_this_process(names[0], keep)
+    print(f"{len(names)} parts{last_time(names)}\n", flush=True)
+    codes: dict[str, int] = {}
+    try:
+        for name in names:
+            codes[name] = in_own_process(name, keep)
+    except KeyboardInterrupt:
+        kept = [name for name, code in codes.items() if keep and not code]
+        print(
+            f"kept: {', '.join(kept) or 'nothing'}; the same command begins with the oldest",
+            flush=True,
+        )
+        raise
+    without = [name for name, code in codes.items() if code]
+    if keep:
+        results = [Kept.read(name) for name in names if name not in without]
+        print(goal_table([goal for each in results if each is not None for goal in each.goals]))
     if without:
         print(f"without a new result (see above): {', '.join(without)}")
     return 1 if without else 0

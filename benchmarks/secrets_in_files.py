@@ -147,7 +147,7 @@ def absent() -> dict[str, str]:
     """The other tools that are not installed, each with what installs it."""
     packages = {"kingfisher": "kingfisher-bin", "credsweeper": "credsweeper"}
     return {
-        tool: f"uv tool install {package}"
+        tool: f".venv/bin/uv tool install {package} (to ~/.local/bin, which PATH must have)"
         for tool, package in packages.items()
         if shutil.which(tool) is None
     }

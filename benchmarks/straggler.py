@@ -54,6 +54,7 @@ COMMON = (
 )
 ROOT = Path(__file__).resolve().parents[1]
 TRACEML = ROOT / ".servers/traceml/bin/traceml"
+READY = ROOT / ".servers/traceml/.ready"
 # Kinds of its diagnoses: docs/developer_guide/rank-straggler-policy.md of traceopt-ai/traceml
 THEIR_PARTS = {"INPUT_STRAGGLER": "data", "H2D_STRAGGLER": "copy", "COMPUTE_STRAGGLER": "forward"}
 WARNING = re.compile(r"rank (\d+) \(\S+\) is slow: (.+?) takes (\d+) ms")
@@ -268,7 +269,7 @@ def row(name: str, chosen: Sequence[Run]) -> str:
 
 def absent() -> dict[str, str]:
     """What is not here of the competitor and the slow link, each with what is to be done."""
-    missing = {} if TRACEML.exists() else {"traceml-ai": "make .servers/traceml"}
+    missing = {} if READY.exists() else {"traceml-ai": "make .servers/traceml"}
     if reason := why_not():
         missing["a slow link"] = reason
     return missing
@@ -285,7 +286,7 @@ def main(parts: Sequence[str] = PARTS, undisturbed: int = UNDISTURBED) -> Verdic
         ]
         chosen += [create(Path(name), "", 0, number % 3 == 2) for number in range(undisturbed)]
         local = [run for run in chosen if run.part != "link"]
-        if TRACEML.exists():
+        if READY.exists():
             for run in local:
                 work_with_traceml(run)
         else:

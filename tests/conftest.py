@@ -300,6 +300,14 @@ def imports_not_collected() -> Iterator[None]:
     gc.freeze()
 
 
+def python_of(environment: str) -> str:
+    """The Python of an environment beside .venv; where it was not made to its end, a test skips."""
+    folder = ROOT / ".servers" / environment
+    if not (folder / ".ready").exists():
+        pytest.skip(f"make .servers/{environment}")
+    return str(folder / "bin/python")
+
+
 @pytest.fixture
 def own_name() -> str:
     """What a test calls its own in a store or a cluster that tests share. The name of its folder

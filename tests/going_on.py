@@ -38,6 +38,7 @@ class GoingOn:
         self.records = not hasattr(config, "workerinput")  # else another process does
         self.failed: set[str] = set()
         self.called: set[str] = set()
+        self.left_out = 0
 
     def line(self, node: str) -> str:
         """The test and its file's digest."""
@@ -67,6 +68,9 @@ class GoingOn:
         if left_out:
             config.hook.pytest_deselected(items=left_out)
             items[:] = to_run
+            self.left_out = len(left_out)
+        if isinstance(output := getattr(config, "workeroutput", None), dict):
+            output["left_out"] = self.left_out  # pytest-xdist's way to the process that counts
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if not self.records:
@@ -79,9 +83,14 @@ class GoingOn:
             with self.record.open("a") as file:
                 file.write(f"{self.line(report.nodeid)}\n")
 
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: object, error: object) -> None:
+        """Each process of pytest-xdist has collected all tests."""
+        self.left_out = getattr(node, "workeroutput", {}).get("left_out", 0)
+
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and self.passed:
+        if session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and self.left_out:
             session.exitstatus = pytest.ExitCode.OK
 
 

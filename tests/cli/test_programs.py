@@ -15,7 +15,7 @@ import yaml
 
 from distdl.config import compose, programs, recipe
 from tests import hostile_words
-from tests.conftest import ROOT, distdl, matrix_only
+from tests.conftest import ROOT, distdl, matrix_only, python_of
 from tests.written import write
 
 FENCE = re.compile(r"^```\w+ (\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -301,14 +301,12 @@ FRAMEWORKS = {
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_each_framework_adds_up_over_two_ranks(framework, tmp_path):
     """The page's scripts, each with a virtual environment of its own (`make programs`)."""
-    python = ROOT / ".servers" / framework / "bin/python"
-    if not python.exists():
-        pytest.skip("make programs")
+    python = python_of(framework)
     write(tmp_path, PAGE)
     launcher, script = FRAMEWORKS[framework]
     settings = (f"launcher={launcher}", f"program.framework={framework}", "trainer.devices=2")
     root = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
-    done = distdl("run", *ALONE, *settings, "--", str(python), script, cwd=tmp_path, env=root)
+    done = distdl("run", *ALONE, *settings, "--", python, script, cwd=tmp_path, env=root)
     assert done.returncode == 0, done.stdout + done.stderr
     for rank in range(2):
         assert "sum 3" in (tmp_path / ATTEMPT / f"logs/rank_{rank}.log").read_text()

@@ -27,7 +27,7 @@ from tests.cluster.test_kubernetes import TRAINING, moto, training_kube  # noqa:
 from tests.cluster.test_kubernetes import project as pods  # noqa: F401 - a fixture
 from tests.cluster.test_sagemaker import JOB, Containers
 from tests.cluster.test_sagemaker import cloud as sagemaker  # noqa: F401 - a fixture
-from tests.conftest import ROOT, free_port, matrix_only
+from tests.conftest import free_port, matrix_only, python_of
 from tests.written import write
 
 pytestmark = [matrix_only, pytest.mark.timeout(600), pytest.mark.xdist_group("programs")]
@@ -48,12 +48,9 @@ STARTED = {
 def words_of(framework):
     """The overrides of a framework, and its command."""
     environment, command, _ = STARTED[framework]
-    python = ROOT / ".servers" / environment / "bin/python"
-    if environment and not python.exists():
-        pytest.skip("make programs")
     named = framework in ("tensorflow", "jax", "mpi")
     settings = [f"program.framework={framework}"] if named else []
-    first = [str(python)] if environment else []
+    first = [python_of(environment)] if environment else []
     return [*settings, "tracking=none", "trainer.accelerator=cpu"], [*first, *command]
 
 

@@ -22,7 +22,7 @@ from tests import hostile_words
 from tests.cli.test_programs import PAGE
 from tests.cluster.hosts import Hosts, why_not
 from tests.cluster.test_slurm import handle_of, on_cluster, slurm  # noqa: F401 - fixtures
-from tests.conftest import ROOT, environment, matrix_only, status
+from tests.conftest import environment, matrix_only, python_of, status
 from tests.waiting import until
 
 pytestmark = [matrix_only, pytest.mark.timeout(900), pytest.mark.xdist_group("programs")]
@@ -67,10 +67,7 @@ def command(kind, project, steps=STEPS):
         subprocess.run(["cc", "-o", "counting", "counting.c"], cwd=project, check=True)
     if not kind.environment:
         return [kind.file if file.endswith(".py") else file, str(steps)]
-    python = ROOT / ".servers" / kind.environment / "bin/python"
-    if not python.exists():
-        pytest.skip("make programs")
-    return [str(python), kind.file, str(steps)]
+    return [python_of(kind.environment), kind.file, str(steps)]
 
 
 def settings(kind):

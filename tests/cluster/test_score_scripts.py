@@ -20,7 +20,8 @@ from tests.serving.colours import Server, photo
 from tests.waiting import until
 
 AZURE = ROOT / ".servers/azmlinfsrv/bin"
-needs_azure = pytest.mark.skipif(not AZURE.exists(), reason="make .servers/azmlinfsrv")
+READY = ROOT / ".servers/azmlinfsrv/.ready"
+needs_azure = pytest.mark.skipif(not READY.exists(), reason="make .servers/azmlinfsrv")
 pytestmark = pytest.mark.xdist_group("score_scripts")
 DOCKERFILE = (ROOT / "launchers/sagemaker/endpoint/Dockerfile").read_text()
 TEXTS = [base64.b64encode(photo(colour)).decode() for colour in ("red", "blue")]

@@ -18,10 +18,11 @@ from tests.written import write
 
 __all__ = ["moto"]
 TORCHX = ROOT / ".servers/torchx/bin/torchx"
+READY = ROOT / ".servers/torchx/.ready"
 PYTHON = ROOT / ".venv/bin/python"
 pytestmark = [
     pytest.mark.xdist_group("torchx"),
-    pytest.mark.skipif(not TORCHX.exists(), reason="no torchx: make programs"),
+    pytest.mark.skipif(not READY.exists(), reason="make .servers/torchx"),
     matrix_only,
     pytest.mark.timeout(900),
 ]

@@ -1,7 +1,9 @@
 """`make bench`: its tables and goals, a part that fails, and its parts with tiny counts."""
 
+import errno
 import importlib
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +16,7 @@ from benchmarks.table import Goal, Result
 from distdl.config import compose
 from distdl.validation.validate import problems_of
 from distdl.worker import main
+from tests.conftest import ROOT, environment
 from tests.waiting import until
 
 GOALS = [
@@ -55,7 +58,7 @@ def parts(monkeypatch, tmp_path):
     monkeypatch.setattr(run, "ALL", ("startup", "overhead", "gpu"))
     monkeypatch.setattr(run, "PAGE", tmp_path / "RESULTS.md")
     monkeypatch.setattr(run, "KEPT", tmp_path / "results")
-    monkeypatch.setattr(run, "PYTHONS", {})
+    monkeypatch.setattr(run, "ENVIRONMENTS", {})
     monkeypatch.setattr(run, "in_own_process", run.in_this_process)
     monkeypatch.setattr(run, "torch_sees_a_gpu", lambda: False)
     monkeypatch.setattr("benchmarks.startup.main", result)
@@ -89,8 +92,10 @@ def test_a_part_is_kept_when_it_ends_and_one_that_fails_loses_nothing(parts, mon
     measured = []
     monkeypatch.setattr("benchmarks.overhead.main", lambda: measured.append("overhead") or result())
     monkeypatch.setattr("benchmarks.startup.main", ends(KeyboardInterrupt()))
-    with pytest.raises(KeyboardInterrupt):
-        run.main(["--keep"])
+    assert run.main(["--keep"]) == 130
+    printed = capsys.readouterr().out
+    assert "startup: interrupted, and nothing of it is kept" in printed
+    assert printed.endswith("kept: overhead; the same command begins with the oldest\n")
     assert measured == ["overhead"]
     assert run.PAGE.read_text().count("| CPU | A (s) | <= 0.5 | 0.250 | reached |") == 2
     # An earlier result is not lost to an error.
@@ -112,7 +117,7 @@ def test_a_result_with_competitors_is_not_replaced_by_one_without(parts, monkeyp
     assert run.main(["--keep", "startup"]) == 1
     printed = capsys.readouterr().out
     assert "startup: not measured" in printed
-    assert "compares with B, not installed here: pip install b" in printed
+    assert "compares with B: not installed here: pip install b" in printed
     assert (run.KEPT / "startup.json").read_text() == before
     # Where no kept result has it, it is measured, and the result says so.
     (run.KEPT / "startup.json").unlink()
@@ -144,6 +149,80 @@ def test_a_part_that_is_killed_is_said_to_be(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(sys, "executable", str(python))
     assert run.in_own_process("startup", keep=False)
     assert "startup: killed by SIGKILL" in capsys.readouterr().out
+
+
+# A part that needs a moment to end, and two such parts.
+SLOW_TO_END = """#!/bin/sh
+trap 'sleep 1; touch ended; exit 130' INT
+touch begun
+while :; do sleep 0.1; done
+"""
+TWO_PARTS = """
+import sys
+from benchmarks import run
+run.ROOT = "."
+sys.executable = "./python"
+sys.exit(run.main(["startup", "listing"]))
+"""
+
+
+def test_after_ctrl_c_a_part_ends_by_itself_and_what_is_kept_is_said(tmp_path):
+    python = tmp_path / "python"
+    python.write_text(SLOW_TO_END)
+    python.chmod(0o755)
+    options = {"env": environment(PYTHONPATH=str(ROOT)), "text": True, "start_new_session": True}
+    command = [sys.executable, "-c", TWO_PARTS]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, **options) as process:
+        until((tmp_path / "begun").exists)
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(60) == 130
+        assert (tmp_path / "ended").exists()
+        printed = process.stdout.read()
+    assert printed.endswith("kept: nothing; the same command begins with the oldest\n")
+
+
+@pytest.mark.parametrize("blocked", ["RESULTS.md", "results", "results/startup.json"])
+def test_what_cannot_be_kept_is_not_measured(blocked, parts, monkeypatch, tmp_path, capsys):
+    """A folder is no file, and root could write to a file that is read-only."""
+    monkeypatch.setattr("benchmarks.startup.main", ends(AssertionError("it was measured")))
+    if blocked == "results":
+        (tmp_path / blocked).write_text("")
+    else:
+        (tmp_path / blocked).mkdir(parents=True)
+    assert run.main(["--keep", "startup"]) == 2
+    printed = capsys.readouterr().out
+    assert f"{tmp_path / blocked}: " in printed
+    assert "nothing was measured" in printed
+    if blocked == "RESULTS.md":
+        assert run.main(["--page"]) == 2
+
+
+def test_a_result_that_the_disk_refuses_is_said_and_the_others_run(parts, monkeypatch, capsys):
+    def full(self):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(run.Kept, "write", full)
+    monkeypatch.setattr("benchmarks.overhead.main", result)
+    assert run.main(["--keep"]) == 1
+    printed = capsys.readouterr().out
+    for name in ("startup", "overhead"):
+        assert f"{name}: its result, above, is not kept: [Errno 28]" in printed
+
+
+def test_the_page_is_of_all_parts(parts, capsys):
+    assert run.main(["--page", "startup"]) == 2
+    assert "leave startup away" in capsys.readouterr().out
+    assert run.main(["--page", "startups"]) == 2
+    assert not run.PAGE.exists()
+
+
+def test_how_long_parts_took_is_said_before_they_run(parts, capsys):
+    assert run.main(["--keep", "startup"]) == 0
+    assert "the last time" not in capsys.readouterr().out
+    run.main(["--keep"])
+    printed = capsys.readouterr().out
+    assert "2 parts (the last time 0.0 minutes, and overhead)" in printed
+    assert "startup ... (the last time 0.0 minutes)" in printed
 
 
 def test_a_damaged_result_is_named_and_counts_as_none(parts, capsys):

@@ -42,6 +42,10 @@ def test_what_has_passed_with_the_same_code_is_left_out_and_said(tmp_path):
     assert "2 passed" in text
     code, text = counts("-k", "not here", WHOLE="1")
     assert code == 0, "nothing is left to do"
+    code, text = counts(*two, "-k", "not here", WHOLE="1")
+    assert code == 0, "nothing is left to do"
+    code, _ = counts(*two, "-k", "misspelt", WHOLE="1")
+    assert code == 5, "there is no such test"
     # Anything of distdl.
     write(tmp_path, {"src/a.py": "changed = True\n"})
     code, text = counts(*two, WHOLE="1")

@@ -50,6 +50,7 @@ OF_NO_MODULE = {
     "test_imports": "the rules of the house",
     "test_lightning_assumptions": "what Lightning does, for which distdl has no code",
     "test_lightnings_inside": "all packages: where each replaces something in Lightning",
+    "test_makefile": "the Makefile",
     "test_speedrun": "the folder benchmarks/speedrun/",
     "test_website": "the folder website/",
 }
