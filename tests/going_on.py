@@ -69,8 +69,10 @@ class GoingOn:
             config.hook.pytest_deselected(items=left_out)
             items[:] = to_run
             self.left_out = len(left_out)
-        if isinstance(output := getattr(config, "workeroutput", None), dict):
-            output["left_out"] = self.left_out  # pytest-xdist's way to the process that counts
+        # By which a process of pytest-xdist answers the one that has started it.
+        output = getattr(config, "workeroutput", None)
+        if output is not None:
+            output["left_out"] = self.left_out
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if not self.records:
