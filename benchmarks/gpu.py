@@ -46,10 +46,6 @@ COMPILED = "timm, max-autotune"
 PLAIN, FAST, DDP = "distdl", "distdl, model.compile=measured", "distdl, strategy=ddp"
 
 
-def available() -> bool:
-    return torch.cuda.is_available()
-
-
 def goals(ratios: dict[str, float], same: tuple[float, float] | None = None) -> list[Goal]:
     """The four goals, with their measured ratios, if any."""
     bounds = {AGAINST_LOOP: 1.3, AGAINST_COMPILED: 1.1, OF_MEMORY: 0.6, DDP_ALONE: 0.97}
@@ -224,7 +220,7 @@ def measured(
 
 
 def main(repeats: int = REPEATS, size: Size | None = None) -> Result:
-    if not available():
+    if not torch.cuda.is_available():
         raise RuntimeError("needs an NVIDIA GPU, and torch sees none on this machine")
     with tempfile.TemporaryDirectory() as folder:
         rates, copies, mode = measured(torch.device("cuda"), size or Size(), repeats, Path(folder))

@@ -327,7 +327,7 @@ def main() -> int:
     parser.add_argument("--rehearse", action="store_true", help="small sizes, nothing compiled")
     parser.add_argument("--arm", help=argparse.SUPPRESS)  # runs one, in this process
     options = parser.parse_args()
-    if not gpu.available():
+    if not torch.cuda.is_available():
         print("gpu-proof needs an NVIDIA GPU, and torch sees none on this machine", file=sys.stderr)
         return 2
     folder = ProofFolder(options.to.absolute() / kind_of_machine(options.rehearse), options.rounds)

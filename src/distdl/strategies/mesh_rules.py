@@ -22,6 +22,7 @@ from distdl.config.degrees import MESH, at_strategy
 from distdl.optim import layerwise
 from distdl.strategies.sharing import refuse_averaging, to_default_layout
 from distdl.util.errors import Problem, UserError
+from distdl.util.wording import first_few
 from distdl.validation.meta import build_on_meta, targets_own
 
 AXES = ("data_parallel", "tensor_parallel")
@@ -122,13 +123,12 @@ def undivided(module: nn.Module, data: int, tensor: int) -> Iterator[Problem]:
         yield Problem("", what, WRITE, code="unsupported")
         return
     apart = [
-        name
-        for name, parameter in parameters.items()
+        path
+        for path, parameter in parameters.items()
         if parameter.requires_grad and not _on_axis(parameter, data, tensor, "data_parallel")
     ]
     if data > 1 and apart:
-        more = f" and {len(apart) - 1} others" if len(apart) > 1 else ""
-        what = f"{name} averages no gradients of {apart[0]}{more} over its {data} groups"
+        what = f"{name} averages no gradients of {first_few(apart)} over its {data} groups"
         yield Problem("", what, SHARD, code="unsupported")
 
 
