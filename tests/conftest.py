@@ -123,6 +123,7 @@ def pytest_collection_finish() -> None:
     again of a core. A loader's worker that does not end is killed after half a second, not 5."""
     gc.enable()
     gc.freeze()
+    atexit.register(gc.unfreeze)  # some libraries look for uncollected objects at exit
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)
         torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.5
