@@ -6,6 +6,7 @@ nvidia-smi show the GPUs of this machine.
 
 from __future__ import annotations
 
+import itertools
 import os
 import platform
 import re
@@ -37,14 +38,15 @@ def visible() -> list[str]:
     if text is None:
         # With MIG, CUDA shows one instance unless the others are named.
         return migs[:1] or [str(index) for index in range(len(gpus))]
+
+    def exists(name: str) -> bool:
+        if name.isdigit():
+            return int(name) < len(gpus)
+        return any(uuid.startswith(name) for uuid in (*gpus, *migs))  # it may be abbreviated
+
     names = listed(text)
-    if gpus:  # a missing GPU ends the list; a UUID may be abbreviated
-        uuids = [*gpus, *migs]
-        exist = [
-            int(name) < len(gpus) if name.isdigit() else any(u.startswith(name) for u in uuids)
-            for name in names
-        ]
-        names = names[: [*exist, False].index(False)]
+    if gpus:  # one that does not exist ends the list
+        names = list(itertools.takewhile(exists, names))
     if not names and re.match(r"\s*(\d|GPU-|MIG-)", text):
         what = f"{text!r} names GPUs, and CUDA shows none: one is named twice, or does not exist"
         remedy = f"export {VISIBLE}=0,1 (nvidia-smi -L lists them), or unset it"
