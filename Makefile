@@ -101,20 +101,28 @@ MATRIX := $(addprefix tests/, \
 	unit/worker/test_compiling.py \
 )
 
-# What is wrong is said before anything runs, for hours. make itself takes any name for a variable.
-SETTINGS := PYTHON VENV DEBUG ALONE MATRIX MINUTES ROW PHOTOGRAPHS PARTS
+# What is wrong is said before anything runs. make itself takes any name for a variable, and any word
+# for one more target, so that `make bench startup` would measure every part first.
+ifeq ($(MAKELEVEL),0)
+SETTINGS_matrix := ALONE MATRIX
+SETTINGS_gpu-proof := MINUTES
+SETTINGS_speedrun := ROW PHOTOGRAPHS
+SETTINGS_bench := PARTS
+SETTINGS := PYTHON VENV DEBUG $(foreach goal,$(MAKECMDGOALS),$(SETTINGS_$(goal)))
 GIVEN := $(foreach each,$(.VARIABLES),$(if $(filter command,$(origin $(each))),$(each)))
-ifneq ($(filter-out $(SETTINGS),$(GIVEN)),)
-$(error $(filter-out $(SETTINGS),$(GIVEN)): unknown; what can be set: $(SETTINGS))
+UNKNOWN := $(filter-out $(SETTINGS),$(GIVEN))
+$(if $(UNKNOWN),$(error $(UNKNOWN): no setting of `make $(MAKECMDGOALS)`, which has: $(SETTINGS)))
+FILES := $(filter tests/% benchmarks/%,$(MAKECMDGOALS))
+$(if $(FILES),$(error $(FILES): make runs no single file. A test: $(BIN)/python -m pytest FILE))
 endif
 ifneq ($(filter matrix,$(MAKECMDGOALS)),)
-NOT_THERE := $(foreach each,$(ALONE) $(MATRIX),$(if $(wildcard $(firstword $(subst ::, ,$(each)))),,$(each)))
+NOT_THERE := $(strip $(foreach each,$(ALONE) $(MATRIX),$(if $(wildcard $(firstword $(subst ::, ,$(each)))),,$(each))))
 $(if $(and $(strip $(ALONE)),$(strip $(MATRIX))),,$(error matrix: without ALONE or MATRIX all tests would run; a part of it: DISTDL_MATRIX=1 $(BIN)/python -m pytest FILE))
-$(if $(strip $(NOT_THERE)),$(error matrix: no such test: $(strip $(NOT_THERE))))
+$(if $(NOT_THERE),$(error matrix: no such test: $(NOT_THERE)))
 endif
 ifneq ($(filter bench,$(MAKECMDGOALS)),)
 $(if $(filter-out bench,$(MAKECMDGOALS)),$(error bench: write it alone; PARTS="startup search" chooses parts))
-$(if $(filter command,$(origin PARTS)),$(if $(strip $(PARTS)),,$(error PARTS is empty: name parts, or leave it away for all of them)))
+$(if $(filter-out undefined,$(origin PARTS)),$(if $(strip $(PARTS)),,$(error PARTS is empty: name parts, or leave it away for all of them)))
 endif
 
 .PHONY: help train test setup wheel servers programs server-packages servers-kube docs lint matrix lightnings gpu-proof speedrun bench clean
@@ -132,7 +140,7 @@ setup: $(READY) $(NATIVE)  ## .venv with distdl, all extras and the development 
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "distdl needs Python 3.11 or later"'
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
 	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python -c constraints.txt -e '.[all,dev]'
 	touch $(READY)
@@ -272,6 +280,6 @@ speedrun:  ## the most accurate training in the CPU time of the first, three see
 bench: setup  ## every benchmark that fits this machine, each against its competitor; PARTS="a b": only these
 	$(BIN)/python -m benchmarks.run --keep $(PARTS)
 
-clean:  ## what make made; your runs in outputs/ stay
-	rm -rf $(VENV) .servers .lightnings build dist src/*.egg-info native/build native/*.egg-info .pytest_cache .mypy_cache .ruff_cache
+clean:  ## what make installed; your runs in outputs/ stay, and what was measured, in build/
+	rm -rf $(VENV) .servers .lightnings build/site build/site-pages build/native dist src/*.egg-info native/build native/*.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

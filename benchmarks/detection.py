@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import pair, photographs, runs
+from benchmarks.ctrl_c import one_line
 from benchmarks.table import Goal, Result, row, turned
 from distdl.runs.directory import RunDirectory
 from tests import drawn_coco
@@ -214,4 +215,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     for name, value in vars(Size()).items():
         parser.add_argument(f"--{name}", type=int, default=value)
-    print(main(Size(**vars(parser.parse_args()))).markdown())
+    size = Size(**vars(parser.parse_args()))
+    with one_line("detection"):
+        print(main(size).markdown())

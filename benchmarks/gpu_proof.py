@@ -35,8 +35,11 @@ from pathlib import Path
 import torch
 
 from benchmarks import gpu
+from benchmarks.ctrl_c import one_line
 from benchmarks.gpu import BYTES_PER_IMAGE, Loop, Size, by_distdl, rate_of
+from benchmarks.keeping import not_writable
 from benchmarks.table import Goal, commit, paired
+from distdl.util import atomic_files
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/RESULTS_GPU.md"
@@ -238,7 +241,7 @@ def write(folder: ProofFolder, results: Path, rehearsal: bool) -> None:
         text = before + section + rest.partition(end)[2]
     else:
         text = f"{text.rstrip()}\n\n{section}\n"
-    results.write_text(text, encoding="utf-8")
+    atomic_files.write_bytes(results, text.encode())  # what others have written in it stays
 
 
 def lines(folder: ProofFolder, rehearsal: bool) -> Iterator[str]:
@@ -338,7 +341,12 @@ def main() -> int:
         folder.keep(arm, place.perform(arm))
         return 0
     own = folder.path / RESULTS.name if options.rehearse else RESULTS
-    prove(folder, options.minutes, options.results or own, options.rehearse)
+    results = options.results or own
+    if reason := not_writable(results):
+        print(f"{reason}; nothing was measured", file=sys.stderr)
+        return 2
+    with one_line("gpu-proof", "what has ended is kept: the same command goes on"):
+        prove(folder, options.minutes, results, options.rehearse)
     return 0
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 import torch.distributed as dist
 
+from benchmarks.ctrl_c import one_line
 from distdl.health.heartbeat import RankHeartbeat
 from distdl.health.peers import Peers
 from distdl.ranks.environment import Environment
@@ -190,4 +191,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with one_line("listening"):
+        main()

@@ -36,6 +36,7 @@ import psutil
 import torch
 
 from benchmarks import photographs
+from benchmarks.ctrl_c import one_line
 from benchmarks.loader_arms import (
     ARMS,
     AUGMENTED,
@@ -254,4 +255,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     for name, value in vars(Size()).items():
         parser.add_argument(f"--{name}", type=int, default=value)
-    print(main(Size(**vars(parser.parse_args()))).markdown())
+    size = Size(**vars(parser.parse_args()))
+    with one_line("loader"):
+        print(main(size).markdown())

@@ -22,6 +22,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks import photographs
+from benchmarks.ctrl_c import one_line
 from distdl.util import table
 
 BATCH, EPOCHS, TURNS = 50, 3, 3
@@ -98,4 +99,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with one_line("loader_memory"):
+        main()

@@ -18,7 +18,6 @@ import argparse
 import dataclasses
 import importlib
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -30,8 +29,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
+from benchmarks.ctrl_c import INTERRUPTED
+from benchmarks.keeping import not_writable
 from benchmarks.table import HEADER, ROOT, Goal, commit, machine
+from distdl.util import atomic_files
 from distdl.util.suggest import did_you_mean_word
+from distdl.util.wording import plural
 
 # The short ones first; each has `main() -> Part`, and those with competitors that may be missing
 # `absent()`: their names, each with what installs it.
@@ -57,9 +60,9 @@ CPU = (
 ALL = (*CPU, "loader", "gpu")
 PAGE = Path(__file__).with_name("RESULTS.md")
 KEPT = Path(__file__).with_name("results")
+ISO_8601 = "%Y-%m-%dT%H:%M:%S"
 # Parts whose competitors are in an environment of their own.
 ENVIRONMENTS = {"loader": ROOT / ".servers/loaders"}
-INTERRUPTED = 130  # as a shell says it of SIGINT
 
 
 class Part(Protocol):
@@ -100,7 +103,7 @@ class Kept:
         return cls(
             name,
             title=title,
-            ended=time.strftime("%Y-%m-%dT%H:%M:%S"),
+            ended=time.strftime(ISO_8601),
             commit=commit,
             machine=machine(),
             seconds=seconds,
@@ -119,7 +122,11 @@ class Kept:
             fields: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
             goals = [_goal(**each) for each in fields.pop("goals")]
             text = "\n".join(fields.pop("text"))
-            return cls(name, goals=goals, text=text, **fields)
+            kept = cls(name, goals=goals, text=text, **fields)
+            time.strptime(kept.ended, ISO_8601)
+            if not isinstance(kept.seconds, int | float | None):
+                raise ValueError(f"seconds is {kept.seconds!r}")
+            return kept
         except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
             print(f"{file.name} is damaged, so this part counts as not measured: {error}")
             return None
@@ -128,10 +135,8 @@ class Kept:
         """The text is a list of lines, so that a difference between two results can be read."""
         fields = dataclasses.asdict(self) | {"text": self.text.splitlines()}
         del fields["name"]
-        KEPT.mkdir(exist_ok=True)
-        half = KEPT / f"{self.name}.part"
-        half.write_text(json.dumps(fields, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        half.replace(KEPT / f"{self.name}.json")
+        text = json.dumps(fields, indent=1, ensure_ascii=False) + "\n"
+        atomic_files.write_bytes(KEPT / f"{self.name}.json", text.encode())
 
     def section(self) -> str:
         minutes = "" if self.seconds is None else f", in {self.seconds / 60:.1f} minutes"
@@ -165,19 +170,14 @@ def with_less(name: str) -> str:
         return ""
     return (
         f"{name}: not measured, as its result in {KEPT.name}/ compares with "
-        f"{'; '.join(lost)}: not installed here: {', '.join(dict.fromkeys(lost.values()))}"
+        f"{'; '.join(lost)}. Not installed here: {', '.join(dict.fromkeys(lost.values()))}"
     )
 
 
-def not_writable(names: Sequence[str]) -> str:
+def not_kept(names: Sequence[str]) -> str:
     """Why the results of these parts could not be kept; "" if they can."""
-    for file in (PAGE, *(KEPT / f"{name}.json" for name in names)):
-        if file.exists() and not (file.is_file() and os.access(file, os.W_OK)):
-            return f"{file}: cannot be written"
-    for folder in (PAGE.parent, KEPT if KEPT.exists() else KEPT.parent):
-        if not (folder.is_dir() and os.access(folder, os.W_OK)):
-            return f"{folder}: nothing can be written there"
-    return ""
+    reasons = (not_writable(file) for file in (PAGE, *(KEPT / f"{name}.json" for name in names)))
+    return next(filter(None, reasons), "")
 
 
 def last_time(names: Sequence[str]) -> str:
@@ -190,8 +190,8 @@ def last_time(names: Sequence[str]) -> str:
     if not seconds:
         return ""
     unknown = [name for name in names if name not in seconds]
-    besides = f", and {', '.join(unknown)}" if unknown else ""
-    return f" (the last time {sum(seconds.values()) / 60:.1f} minutes{besides})"
+    without = f" without {', '.join(unknown)}" if unknown else ""
+    return f" (the last time {sum(seconds.values()) / 60:.1f} minutes{without})"
 
 
 def is_here(name: str) -> bool:
@@ -231,10 +231,15 @@ def in_this_process(name: str, keep: bool) -> int:
     if keep:
         try:
             result.write()
-            PAGE.write_text(page(), encoding="utf-8")
         except OSError as error:
             print(f"{name}: its result, above, is not kept: {error}\n", flush=True)
             return 1
+        try:
+            atomic_files.write_bytes(PAGE, page().encode())
+        except OSError as error:
+            print(f"{name} is kept in {KEPT.name}/, and {PAGE.name} lacks it: {error}", flush=True)
+            print("once that is repaired: python -m benchmarks.run --page\n", flush=True)
+            return 0
         print(f"{name} is kept in {KEPT.name}/, and {PAGE.name} has it\n", flush=True)
     print(f"{goal_table(result.goals)}\n", flush=True)
     return 0
@@ -253,9 +258,8 @@ def measured(name: str, keep: bool) -> Kept | None:
             return None
         part: Part = module_of(name).main()
         result = Kept.of(name, part, time.monotonic() - started, begun_at)
-    except KeyboardInterrupt:
-        print(f"\n{name}: interrupted, and nothing of it is kept", flush=True)
-        raise
+    except SystemExit as end:  # what Lightning makes of Ctrl-C
+        raise KeyboardInterrupt from end
     # Whatever ends a benchmark, the others shall run.
     except Exception:
         traceback.print_exc()
@@ -339,21 +343,43 @@ def main(words: Sequence[str] | None = None) -> int:
             return 2
     if options.page:
         return page_made(options.parts)
-    chosen = options.parts or [*ALL]
+    begun = time.time()
+    try:
+        return chosen_measured(options.parts, options.keep)
+    except KeyboardInterrupt:
+        print(f"\ninterrupted; kept: {', '.join(kept_since(begun)) or 'nothing'}", flush=True)
+        return INTERRUPTED
+
+
+def chosen_measured(parts: Sequence[str], keep: bool) -> int:
+    """Measures these parts, or without a name all that fit this machine; the exit code."""
+    chosen = list(parts or ALL)
     if "gpu" in chosen and not torch_sees_a_gpu():
-        if options.parts:
+        if parts:
             print("gpu: needs an NVIDIA GPU, and torch sees none on this machine")
             return 2
         chosen.remove("gpu")
-    if options.keep:
-        if reason := not_writable(chosen):
+    if keep:
+        if reason := not_kept(chosen):
             print(f"{reason}; nothing was measured")
             return 2
         chosen = oldest_first(chosen)
-    try:
-        return all_measured(chosen, options.keep)
-    except KeyboardInterrupt:
-        return INTERRUPTED
+    if len(chosen) == 1 and is_here(chosen[0]):
+        return in_this_process(chosen[0], keep)
+    print(f"{len(chosen)} {plural('part', len(chosen))}{last_time(chosen)}\n", flush=True)
+    without = [name for name in chosen if in_own_process(name, keep)]
+    if keep:
+        results = [Kept.read(name) for name in chosen if name not in without]
+        print(goal_table([goal for each in results if each is not None for goal in each.goals]))
+    if without:
+        print(f"without a new result (see above): {', '.join(without)}")
+    return 1 if without else 0
+
+
+def kept_since(begun: float) -> list[str]:
+    """The parts whose results were written after this time (seconds since 1970)."""
+    files = {name: KEPT / f"{name}.json" for name in ALL}
+    return [n for n, file in files.items() if file.exists() and file.stat().st_mtime >= begun]
 
 
 def page_made(parts: Sequence[str]) -> int:
@@ -361,37 +387,12 @@ def page_made(parts: Sequence[str]) -> int:
     if parts:
         print(f"--page is made of all results: leave {', '.join(parts)} away")
         return 2
-    if reason := not_writable([]):
+    if reason := not_writable(PAGE):
         print(reason)
         return 2
-    PAGE.write_text(page(), encoding="utf-8")
+    atomic_files.write_bytes(PAGE, page().encode())
     print(PAGE)
     return 0
-
-
-def all_measured(names: Sequence[str], keep: bool) -> int:
-    """Measures these parts in turn; the exit code."""
-    if len(names) == 1 and is_here(names[0]):
-        return in_this_process(names[0], keep)
-    print(f"{len(names)} parts{last_time(names)}\n", flush=True)
-    codes: dict[str, int] = {}
-    try:
-        for name in names:
-            codes[name] = in_own_process(name, keep)
-    except KeyboardInterrupt:
-        kept = [name for name, code in codes.items() if keep and not code]
-        print(
-            f"kept: {', '.join(kept) or 'nothing'}; the same command begins with the oldest",
-            flush=True,
-        )
-        raise
-    without = [name for name, code in codes.items() if code]
-    if keep:
-        results = [Kept.read(name) for name in names if name not in without]
-        print(goal_table([goal for each in results if each is not None for goal in each.goals]))
-    if without:
-        print(f"without a new result (see above): {', '.join(without)}")
-    return 1 if without else 0
 
 
 if __name__ == "__main__":

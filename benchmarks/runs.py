@@ -33,12 +33,21 @@ def work(run: RunDirectory) -> None:
 
     Raises:
         RuntimeError: The worker failed; the message has the end of its output.
+        KeyboardInterrupt: Ctrl-C, which a worker takes as a request to end.
     """
+    from distdl.ranks.stopping import StopRequest
     from distdl.worker import main
 
     output = io.StringIO()
-    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-        code = main.main([str(run.path), str(run.path)])
+    stop = StopRequest()
+    stop.install()
+    try:
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+            code = main.main([str(run.path), str(run.path)], stop)
+    finally:
+        stop.uninstall()
+    if stop:
+        raise KeyboardInterrupt
     if code:
         raise RuntimeError(f"the worker ended with {code}: {output.getvalue()[-2000:]}")
 

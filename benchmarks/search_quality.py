@@ -23,9 +23,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.ctrl_c import one_line
 from distdl.callbacks import RecordSamples
 from distdl.runs.directory import RunDirectory
 from distdl.tools.search.trials import TrialCurve
+from distdl.util import atomic_files
 
 ROOT = Path(__file__).resolve().parents[1]
 GRID = ROOT / "tests/fixtures/search_grid.json"
@@ -62,12 +64,15 @@ SETTINGS = (
 
 
 def main(words: Sequence[str]) -> int:
+    if list(words) not in ([], ["grid"]):
+        print("usage: python -m benchmarks.search_quality [grid]")
+        return 2
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
         prepare(work)
-        if words == ["grid"]:
+        if words:
             found = {"command": COMMAND, "rows": grid(work)}
-            GRID.write_text(json.dumps(found, indent=1) + "\n")
+            atomic_files.write_bytes(GRID, json.dumps(found, indent=1).encode() + b"\n")
             return 0
         return 0 if search(work, json.loads(GRID.read_text())["rows"]) else 1
 
@@ -167,4 +172,5 @@ def distdl(work: Path, *words: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    with one_line("search_quality"):
+        sys.exit(main(sys.argv[1:]))

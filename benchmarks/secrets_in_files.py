@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import secret_corpus
+from benchmarks.ctrl_c import one_line
 from benchmarks.table import Goal
 from distdl.runs import snapshot
 
@@ -192,4 +193,5 @@ def row(tool: str, found: dict[str, set[str]], seconds: float) -> Row:
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    print(main().markdown())
+    with one_line("secrets_in_files"):
+        print(main().markdown())

@@ -87,8 +87,9 @@ class GoingOn:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: object, error: object) -> None:
-        """Each process of pytest-xdist has collected all tests."""
-        self.left_out = getattr(node, "workeroutput", {}).get("left_out", 0)
+        """Each process of pytest-xdist has collected all tests; one that crashed says nothing."""
+        left_out = getattr(node, "workeroutput", {}).get("left_out", 0)
+        self.left_out = max(self.left_out, left_out)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:

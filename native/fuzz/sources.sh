@@ -2,6 +2,7 @@
 # Debian's sources of libjpeg-turbo with its patches, for build.sh: sources.sh TO. Needs apt-get and
 # dpkg-dev, but not root; its lists are its own, so that the machine's stay as they are.
 set -eu
+rm -rf "$1.part"  # of one that was cut off: apt-get would not unpack it again
 mkdir -p "$1.part/lists/partial"
 cd "$1.part"
 here=$PWD

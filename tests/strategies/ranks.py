@@ -224,18 +224,19 @@ def end_groups(lasting, case):
     """
     import torch.distributed as dist
 
-    made = groups() - lasting
+    made = [group for group in groups() if group not in lasting]
     if any(word.startswith(KEEPS_GROUPS) for word in case.overrides):
-        lasting |= made
+        lasting += made
         return
-    for group in made:
+    for group in reversed(made):
         dist.destroy_process_group(group)
 
 
 def groups():
+    """Those of this process, oldest first."""
     from torch.distributed import distributed_c10d
 
-    return set(distributed_c10d._world.pg_map)
+    return list(distributed_c10d._world.pg_map)
 
 
 def main(accelerator):

@@ -2,6 +2,7 @@
 
 import errno
 import importlib
+import json
 import os
 import signal
 import subprocess
@@ -94,8 +95,7 @@ def test_a_part_is_kept_when_it_ends_and_one_that_fails_loses_nothing(parts, mon
     monkeypatch.setattr("benchmarks.startup.main", ends(KeyboardInterrupt()))
     assert run.main(["--keep"]) == 130
     printed = capsys.readouterr().out
-    assert "startup: interrupted, and nothing of it is kept" in printed
-    assert printed.endswith("kept: overhead; the same command begins with the oldest\n")
+    assert printed.endswith("interrupted; kept: overhead\n")
     assert measured == ["overhead"]
     assert run.PAGE.read_text().count("| CPU | A (s) | <= 0.5 | 0.250 | reached |") == 2
     # An earlier result is not lost to an error.
@@ -117,7 +117,7 @@ def test_a_result_with_competitors_is_not_replaced_by_one_without(parts, monkeyp
     assert run.main(["--keep", "startup"]) == 1
     printed = capsys.readouterr().out
     assert "startup: not measured" in printed
-    assert "compares with B: not installed here: pip install b" in printed
+    assert "compares with B. Not installed here: pip install b" in printed
     assert (run.KEPT / "startup.json").read_text() == before
     # Where no kept result has it, it is measured, and the result says so.
     (run.KEPT / "startup.json").unlink()
@@ -178,7 +178,26 @@ def test_after_ctrl_c_a_part_ends_by_itself_and_what_is_kept_is_said(tmp_path):
         assert process.wait(60) == 130
         assert (tmp_path / "ended").exists()
         printed = process.stdout.read()
-    assert printed.endswith("kept: nothing; the same command begins with the oldest\n")
+    assert printed.endswith("interrupted; kept: nothing\n")
+
+
+def test_ctrl_c_is_not_lost_in_a_worker_that_ends_well(tmp_path, monkeypatch):
+    """As a validation does: it asks nobody whether it shall end."""
+
+    def perform(*given):
+        signal.raise_signal(signal.SIGINT)
+        return {}
+
+    monkeypatch.setattr(main, "perform", perform)
+    with pytest.raises(KeyboardInterrupt):
+        runs.work(runs.create_run(tmp_path, *TINY))
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_what_lightning_makes_of_ctrl_c_is_one(parts, monkeypatch, capsys):
+    monkeypatch.setattr("benchmarks.startup.main", ends(SystemExit(1)))
+    assert run.main(["startup"]) == 130
+    assert capsys.readouterr().out.endswith("interrupted; kept: nothing\n")
 
 
 @pytest.mark.parametrize("blocked", ["RESULTS.md", "results", "results/startup.json"])
@@ -201,12 +220,21 @@ def test_a_result_that_the_disk_refuses_is_said_and_the_others_run(parts, monkey
     def full(self):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(run.Kept, "write", full)
     monkeypatch.setattr("benchmarks.overhead.main", result)
-    assert run.main(["--keep"]) == 1
+    with monkeypatch.context() as patched:
+        patched.setattr(run.Kept, "write", full)
+        assert run.main(["--keep"]) == 1
     printed = capsys.readouterr().out
     for name in ("startup", "overhead"):
         assert f"{name}: its result, above, is not kept: [Errno 28]" in printed
+    # The page alone can be made later.
+    monkeypatch.setattr(run, "page", lambda: full(None))
+    assert run.main(["--keep", "startup"]) == 0
+    assert (
+        "startup is kept in results/, and RESULTS.md lacks it: [Errno 28]"
+        in capsys.readouterr().out
+    )
+    assert (run.KEPT / "startup.json").exists()
 
 
 def test_the_page_is_of_all_parts(parts, capsys):
@@ -221,13 +249,16 @@ def test_how_long_parts_took_is_said_before_they_run(parts, capsys):
     assert "the last time" not in capsys.readouterr().out
     run.main(["--keep"])
     printed = capsys.readouterr().out
-    assert "2 parts (the last time 0.0 minutes, and overhead)" in printed
+    assert "2 parts (the last time 0.0 minutes without overhead)" in printed
     assert "startup ... (the last time 0.0 minutes)" in printed
 
 
 def test_a_damaged_result_is_named_and_counts_as_none(parts, capsys):
     assert run.main(["--keep", "startup"]) == 0
-    for damaged in ('{"title": "A', "[]", '{"goals": []}', '{"goals": [{"what": 1}], "text": []}'):
+    kept = json.loads((run.KEPT / "startup.json").read_text())
+    unlike = (json.dumps(kept | {"seconds": "12"}), json.dumps(kept | {"ended": "yesterday"}))
+    broken = ('{"title": "A', "[]", '{"goals": []}', '{"goals": [{"what": 1}], "text": []}')
+    for damaged in (*broken, *unlike):
         (run.KEPT / "startup.json").write_text(damaged)
         assert run.main(["--page"]) == 0
         assert "startup.json is damaged" in capsys.readouterr().out

@@ -9,22 +9,24 @@ import pytest
 from tests.conftest import ROOT
 from tests.written import write
 
+# Without the variables of a make that has started the tests.
+PLAIN = {"PATH": os.environ["PATH"]}
 FILES = dict.fromkeys(("tests/here.py", "pyproject.toml", "constraints.txt"), "")
 
 
 def make(folder, *words):
     """What make would do in a folder with these files."""
     shutil.copy(ROOT / "Makefile", folder)
-    # Without the variables of a make that has started the tests.
-    env = {"PATH": os.environ["PATH"]}
     command = ["make", "-n", *words]
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+    return subprocess.run(command, cwd=folder, env=PLAIN, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("bench parts=startup", "parts: unknown; what can be set: "),
+        ("bench parts=startup", "parts: no setting of `make bench`, which has: PYTHON VENV "),
+        ("test MATRIX=tests/here.py", "MATRIX: no setting of `make test`, which has: PYTHON VENV "),
+        ("matrix tests/here.py", "tests/here.py: make runs no single file. A test: .venv/bin/py"),
         ("bench startup", 'bench: write it alone; PARTS="startup search" chooses parts'),
         ("bench PARTS=", "PARTS is empty: name parts, or leave it away for all of them"),
         (
@@ -57,4 +59,13 @@ def test_an_environment_that_was_cut_off_is_made_anew(target, tmp_path):
     assert f"rm -rf {name}" in made
     assert f"touch {name}/.ready" in made
     write(tmp_path, {".venv/.ready": "", f"{name}/.ready": ""})
-    assert f"rm -rf {name}" not in make(tmp_path, target).stdout
+    again = make(tmp_path, target)
+    assert again.returncode == 0
+    assert f"rm -rf {name}" not in again.stdout
+
+
+def test_help_names_every_target_with_a_text(tmp_path):
+    done = subprocess.run(["make", "-C", str(ROOT)], capture_output=True, text=True, env=PLAIN)
+    assert done.returncode == 0
+    for target in ("train", "test", "matrix", "bench", "servers-kube"):
+        assert f"\n{target}: " in done.stdout

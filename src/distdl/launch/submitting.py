@@ -205,12 +205,23 @@ def snapshot_of(*planned: Plan) -> Snapshot | None:
         return None
     return snapshot.take(
         first.launch.root,
-        exclude=[Path(first.config.output_dir).resolve(), first.run.path],
+        exclude=written_by_runs(first),
         limit_mb=first.config.project.max_snapshot_mb,
         secret_names=first.launch.forwarded_names,
         imported=sorted({file for each in planned for file in each.imported}),
         started=sorted({file for each in planned for file in each.started}),
     )
+
+
+def written_by_runs(planned: Plan) -> list[Path]:
+    """Where runs are written, which no job gets: `output_dir`. If that holds the project itself, as
+    with `output_dir=.`, only the experiment's folder, and what MLflow keeps."""
+    outputs = Path(planned.config.output_dir).resolve()
+    experiment = planned.run_id.partition("/")[0]
+    names = (experiment, "mlflow.db", "mlflow-artifacts")
+    folders = [outputs, *(outputs / name for name in names), planned.run.path]
+    root = planned.launch.root.resolve()
+    return [folder for folder in folders if not root.is_relative_to(folder)]
 
 
 def next_attempt(planned: Plan) -> Attempt:

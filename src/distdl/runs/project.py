@@ -40,6 +40,7 @@ class Listing:
             ends with "/".
         chosen: Files and links that `.amlignore` names one by one to be sent (`!name`).
         refused: Files that `.amlignore` names one by one to be left out.
+        excluded: Files and folders that the caller leaves out.
     """
 
     names: list[str] = field(default_factory=list)
@@ -47,6 +48,7 @@ class Listing:
     ignored: list[str] = field(default_factory=list)
     chosen: frozenset[str] = frozenset()
     refused: frozenset[str] = frozenset()
+    excluded: frozenset[str] = frozenset()
 
 
 def lines_of(path: Path) -> list[str]:
@@ -104,7 +106,9 @@ class _Lister:
         # Only an exact name counts: `!*.py` after `*` only says where the code is.
         chosen = frozenset(line[1:].lstrip("/") for line in lines if line.startswith("!"))
         refused = frozenset(line.lstrip("/") for line in lines) - {""}
-        self.found = Listing(chosen=chosen, refused=refused)
+        below = (folder for folder in exclude if folder.is_relative_to(root))
+        excluded = frozenset(folder.relative_to(root).as_posix() for folder in below)
+        self.found = Listing(chosen=chosen, refused=refused, excluded=excluded)
         self.files: Sequence[str] = ()  # and links, of which the project consists
         self.links: Sequence[str] = ()
 

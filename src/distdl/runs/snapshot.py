@@ -195,7 +195,10 @@ def missing_problem(project: Listing, name: str, needed: str) -> Problem:
     reasons = dict(project.left_out)
     links = (folder for folder in folders if folder in reasons)
     ignored = {name, *(f"{folder}/" for folder in folders)} & {*project.ignored}
+    excluded = {name, *folders} & project.excluded
     why = f"{IGNORE_FILE} leaves it out"
+    if excluded:
+        why = f"runs are written to {min(excluded)}"
     if ignored:
         why = f"git ignores {min(ignored)}"
     remedy = f"write a line into {IGNORE_FILE}: !{name} sends it, {name} says that no job needs it"

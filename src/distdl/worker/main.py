@@ -46,14 +46,16 @@ log = logging.getLogger("distdl.worker")
 
 def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> int:
     """Runs one rank of one attempt and returns its exit code. `stop` may have been listening for
-    signals since the process started."""
+    signals since the process started, and still does when this returns."""
     parser = argparse.ArgumentParser("python -m distdl.worker", description=__doc__)
     parser.add_argument("bundle", type=Path, help="folder with config.yaml")
     parser.add_argument("store", type=Path, help="folder for checkpoints, logs and status")
     parser.add_argument("--attempt", type=int, help="number of the attempt (default: the newest)")
     arguments = parser.parse_args(argv)
 
-    stop = stop or StopRequest()
+    listens_anyway = stop is not None
+    if stop is None:  # `not stop` would be true of one that was not asked yet
+        stop = StopRequest()
     stop.install()
     helpers.outlived_by_helpers()
     survive_closed_pipes()
@@ -111,7 +113,8 @@ def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> 
         if watchdog:
             watchdog.stop()
         failures.release(attempt.errors, rank)
-        stop.uninstall()
+        if not listens_anyway:
+            stop.uninstall()
 
 
 def import_torch() -> None:

@@ -104,7 +104,7 @@ def print_end(
     values = {k: v for k, v in metrics.items() if not k.startswith(("perf/", "epoch"))}
     say()
     result = "  ".join(f"{k} {v:.4g}" for k, v in sorted(values.items()))
-    say(f"done    {result}" if values else "done    no metric was logged")
+    say(f"done    {result}" if values else "done    no result was logged")
     line = f"time    {minutes} min {seconds} s"
     if speed := metrics.get("perf/images_per_second"):
         line += f"  {speed:,.1f} {unit_of(built.data)} (median)"

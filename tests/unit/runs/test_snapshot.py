@@ -312,6 +312,15 @@ def test_a_module_that_is_imported_here_and_not_sent_is_refused(repository, tmp_
     assert {*names} - {name.removeprefix("project/") for _, name in taken.files} == {"cut/x.py"}
 
 
+def test_a_module_where_runs_are_written_is_named_with_that_reason(project):
+    written(project, **{"outputs/mine/net.py": ""})
+    imported = [str(project / "outputs/mine/net.py")]
+    with pytest.raises(UserError, match="without it: runs are written to outputs"):
+        take(project, imported=imported)
+    written(project, **{".amlignore": "!outputs/mine/net.py\n"})  # as the message says
+    assert "outputs/mine/net.py" in sent(project, imported=imported)
+
+
 def test_files_made_for_secrets_stay_and_are_reported(repository):
     names = ".env .env.local prod.env id_rsa server.pem credentials.json hf_token.txt"
     names += " " + " ".join(f"{number}.pem" for number in range(5))
@@ -482,6 +491,25 @@ def test_the_files_of_a_dry_run_are_not_in_the_next_one(command, tmp_path, witho
     assert sent(tmp_path) == own
     git(tmp_path, "init", "-q")
     assert sent(tmp_path) == own
+
+
+# `output_dir`, and what a job gets of the project.
+BESIDE = {".": {"train.py"}, "..": {"train.py", "e/old.bin", "mlflow.db"}}
+
+
+@pytest.mark.parametrize("outputs", BESIDE)
+def test_the_project_travels_though_runs_are_written_to_a_folder_that_holds_it(
+    outputs, command, tmp_path, without_stage_2, monkeypatch
+):
+    project = tmp_path / "project"
+    written(project, **{"train.py": "", "e/old.bin": "", "mlflow.db": ""})
+    monkeypatch.chdir(project)
+    words = (f"output_dir={outputs}", "experiment_name=e", "launcher.files=azure", "name=n")
+    done = command("model=resnet18", *AZURE, *words)
+    assert done.code == 0, done.err
+    code = project / "azure/e/n/bundle/code/project"
+    sent_files = {path.relative_to(code).as_posix() for path in code.rglob("*") if path.is_file()}
+    assert sent_files == BESIDE[outputs]
 
 
 def test_a_failed_dry_run_keeps_nothing_and_says_so(

@@ -104,9 +104,9 @@ def test_the_time_of_a_run_is_said_without_its_record(context, capsys):
     assert "time    0 min" in printed
 
 
-def test_a_run_without_a_metric_says_so(context, capsys):
+def test_a_run_without_a_result_says_so(context, capsys):
     end(context, {})
-    assert "done    no metric was logged" in capsys.readouterr().out
+    assert "done    no result was logged" in capsys.readouterr().out
 
 
 class Layered(nn.Module):

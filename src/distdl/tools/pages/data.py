@@ -177,7 +177,7 @@ def _check_status(attempt: Attempt) -> None:
             left_out[f"parameters.{name}"] = counts[name]
     if left_out:
         what = ", ".join(f"{name} is {str(value)[:40]!r}" for name, value in left_out.items())
-        raise Damaged(attempt.path / "status.json", what, "the page leaves it out")
+        raise Damaged(attempt.path / "status.json", what, "the page leaves this out")
 
 
 def _damaged_journals(
