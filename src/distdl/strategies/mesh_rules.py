@@ -22,7 +22,7 @@ from distdl.config.degrees import MESH, at_strategy
 from distdl.optim import layerwise
 from distdl.strategies.sharing import refuse_averaging, to_default_layout
 from distdl.util.errors import Problem, UserError
-from distdl.util.wording import first_few
+from distdl.util.wording import first_few, plural
 from distdl.validation.meta import build_on_meta, targets_own
 
 AXES = ("data_parallel", "tensor_parallel")
@@ -128,7 +128,8 @@ def undivided(module: nn.Module, data: int, tensor: int) -> Iterator[Problem]:
         if parameter.requires_grad and not _on_axis(parameter, data, tensor, "data_parallel")
     ]
     if data > 1 and apart:
-        what = f"{name} averages no gradients of {first_few(apart)} over its {data} groups"
+        count = f"{len(apart)} {plural('parameter', len(apart))}"
+        what = f"{name} averages no gradients of {count} over its {data} groups: {first_few(apart)}"
         yield Problem("", what, SHARD, code="unsupported")
 
 
