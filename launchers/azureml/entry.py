@@ -75,8 +75,12 @@ def secrets(names: dict[str, str], identity: str) -> dict[str, str]:
         return {}
     from azure.keyvault.secrets import SecretClient
 
-    limits = {"connection_timeout": 10, "read_timeout": 30}  # seconds; by default 300 each
-    vault = SecretClient(os.environ["DISTDL_KEY_VAULT"], credential(identity), **limits)
+    vault = SecretClient(
+        os.environ["DISTDL_KEY_VAULT"],
+        credential(identity),
+        connection_timeout=10,  # seconds; by default 300 each
+        read_timeout=30,
+    )
     return {name: vault.get_secret(secret).value or "" for name, secret in names.items()}
 
 

@@ -59,9 +59,12 @@ def client(service: str, region: str | None, profile: str | None = None) -> Base
     from botocore.session import Session
 
     session = Session(profile=profile)
-    retries = {"mode": "standard", "total_max_attempts": TRIES}
-    timeouts = {"connect_timeout": CONNECT_S, "read_timeout": READ_S}
-    session.set_default_client_config(Config(retries=retries, **timeouts))
+    defaults = Config(
+        retries={"mode": "standard", "total_max_attempts": TRIES},
+        connect_timeout=CONNECT_S,
+        read_timeout=READ_S,
+    )
+    session.set_default_client_config(defaults)
     config = Config(read_timeout=READ_S_OF.get(service, READ_S))
     return boto3.Session(region_name=region, botocore_session=session).client(
         service, config=config

@@ -94,8 +94,9 @@ def rescale(
         return
     old, new = learning_rates.rate_of(optimizer, before), learning_rates.rate_of(optimizer, now)
     for schedule in (entry.scheduler for entry in trainer.lr_scheduler_configs):
-        rates = {"old_lr": old, "new_lr": new, "step_ratio": before / now}
-        optim.rescale_schedule(schedule, schedule.optimizer, **rates)
+        optim.rescale_schedule(
+            schedule, schedule.optimizer, old_lr=old, new_lr=new, step_ratio=before / now
+        )
     log.warning(
         "the global batch was %d and is %d: the learning rate goes from %.4g to %.4g (%s)",
         before,

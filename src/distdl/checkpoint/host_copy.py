@@ -93,8 +93,9 @@ class HostCopy:
 
     def _tensor(self, tensor: Tensor) -> Tensor:
         host = self._storage(tensor.untyped_storage(), tensor.device)
-        layout = tensor.storage_offset(), tensor.size(), tensor.stride()
-        new = torch.empty(0, dtype=tensor.dtype).set_(host, *layout)
+        new = torch.empty(0, dtype=tensor.dtype).set_(
+            host, tensor.storage_offset(), tensor.size(), tensor.stride()
+        )
         if isinstance(tensor, nn.Parameter):
             new = nn.Parameter(new, requires_grad=False)
         vars(new).update(self._copy(vars(tensor)))

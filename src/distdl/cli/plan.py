@@ -49,8 +49,13 @@ def main(argv: Sequence[str]) -> Answer:
     with warnings.catch_warnings(action="ignore"):
         from distdl.tools.measure import plan, plan_answer, plan_table
 
-        machine = (options.device_memory * 2**30, options.link * 1e9, options.tflops * 1e12)
-        planned = plan.plan_strategy(options.overrides, options.devices, *machine)
+        planned = plan.plan_strategy(
+            options.overrides,
+            options.devices,
+            memory=options.device_memory * 2**30,
+            link=options.link * 1e9,
+            flops=options.tflops * 1e12,
+        )
     plan_table.show(planned, options)
     chosen = planned.advice.overrides
     command = plan_table.command(options.overrides, chosen) if chosen else ""

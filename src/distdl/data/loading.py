@@ -141,8 +141,8 @@ class _Share:
         """
         stays = loader.persistent_workers and self.position.seeds_apart
         if loader.generator is None and (stays or getattr(self.source, "seeds_apart", False)):
-            at = (self.position.epoch, self.position.consumed)
-            seed = stable_seed(self.seed, self.stage, self.seeded, *at)
+            epoch, consumed = self.position.epoch, self.position.consumed
+            seed = stable_seed(self.seed, self.stage, self.seeded, epoch, consumed)
             loader.generator = torch.Generator().manual_seed(seed)
             self.seeded += 1
 

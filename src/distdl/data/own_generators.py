@@ -34,7 +34,7 @@ MOST = 20_000  # objects that are looked at
 DEEPEST = 60  # objects inside each other
 DATA = (str, bytes, bool, int, float, complex, type(None), np.ndarray, np.generic, torch.Tensor)
 # Their objects lead to the whole program, or hold nothing but data.
-CLOSED: tuple[str, ...] = (
+CLOSED = (
     "builtins",
     "numpy",
     "lightning",
@@ -51,16 +51,37 @@ CLOSED: tuple[str, ...] = (
     "fsspec",
     "http",
     "ssl",
+    # Clients of far stores.
+    "azure",
+    "msal",
+    "boto3",
+    "botocore",
+    "s3transfer",
+    "requests",
+    "urllib3",
+    "google",
+    # Settings, and engines around a model.
+    "omegaconf",
+    "hydra",
+    "deepspeed",
+    "torchmetrics",
 )
-# Clients of far stores, settings, and engines around a model.
-CLOSED += ("azure", "msal", "boto3", "botocore", "s3transfer", "requests", "urllib3", "google")
-CLOSED += ("omegaconf", "hydra", "deepspeed", "torchmetrics")
-CLOSED_PARTS: tuple[str, ...] = ("torch._", "torch.distributed.", "torch.fx.", "torch.utils.hooks.")
-# What of distdl's own parts holds such clients, or the Trainer.
-CLOSED_PARTS += tuple(
-    f"distdl.{part}." for part in ("stores", "datasets", "strategies", "loops", "worker")
+CLOSED_PARTS = (
+    "torch._",
+    "torch.distributed.",
+    "torch.fx.",
+    "torch.utils.hooks.",
+    # What of distdl's own parts holds such clients, or the Trainer.
+    "distdl.stores.",
+    "distdl.datasets.",
+    "distdl.strategies.",
+    "distdl.loops.",
+    "distdl.worker.",
+    "distdl.callbacks.",
+    "distdl.tracking.",
+    "distdl.tools.measure.",
+    "distdl.health.",
 )
-CLOSED_PARTS += ("distdl.callbacks.", "distdl.tracking.", "distdl.benchmark.", "distdl.health.")
 OF_ANY_MODULE = frozenset(vars(torch.nn.Module()))  # torch's own attributes
 WEIGHTS = ("_parameters", "_buffers")
 # The global ones, which are seeded apart.

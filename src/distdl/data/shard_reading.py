@@ -114,9 +114,14 @@ class ShardReading:
             if data.note:
                 log.warning(data.note)
             shards = [s for split in data.manifest.splits.values() for s in split.shards]
-            numbers = size(data.bytes), len(shards), sum(map(cache.has, shards))
-            text = "data: %s, %s in %d shards, of which %d are in %s"
-            log.info(text, data.store.uri, *numbers, cache.folder)
+            log.info(
+                "data: %s, %s in %d shards, of which %d are in %s",
+                data.store.uri,
+                size(data.bytes),
+                len(shards),
+                sum(map(cache.has, shards)),
+                cache.folder,
+            )
         return cache
 
 

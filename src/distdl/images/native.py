@@ -46,11 +46,16 @@ class _Crop(ctypes.Structure):
     """`struct distdl_crop`."""
 
     _fields_: ClassVar = [
-        (name, ctypes.c_int32)
-        for name in (
-            *("top", "left", "height", "width", "to_height", "to_width"),
-            *("keep_top", "keep_left", "size", "flip"),
-        )
+        ("top", ctypes.c_int32),
+        ("left", ctypes.c_int32),
+        ("height", ctypes.c_int32),
+        ("width", ctypes.c_int32),
+        ("to_height", ctypes.c_int32),
+        ("to_width", ctypes.c_int32),
+        ("keep_top", ctypes.c_int32),
+        ("keep_left", ctypes.c_int32),
+        ("size", ctypes.c_int32),
+        ("flip", ctypes.c_int32),
     ]
 
 
@@ -81,7 +86,7 @@ class Library:
         self._c.distdl_scratch_new.restype = address
         self._c.distdl_scratch_free.argtypes = [address]
         self._c.distdl_scratch_free.restype = None
-        # An older build does not know them.
+        # An older build has no distdl_native_measures.
         measures = getattr(self._c, "distdl_native_measures", lambda: 0)()
         self.measures = measures == ONLY_ENTROPY + ONLY_PIXELS
         self._of_thread = threading.local()

@@ -231,9 +231,10 @@ def notes_of(launcher: type[LauncherBase[Any]] | None, config: DictConfig) -> li
 
 
 def is_local(config: DictConfig) -> bool:
-    path = "launcher._target_"
-    quiet = {"throw_on_resolution_failure": False}
-    return str(OmegaConf.select(config, path, default=LOCAL, **quiet)) == LOCAL
+    target = OmegaConf.select(
+        config, "launcher._target_", default=LOCAL, throw_on_resolution_failure=False
+    )
+    return str(target) == LOCAL
 
 
 def root_of(config: DictConfig) -> Path:

@@ -88,9 +88,11 @@ def _refuse_unknown(name: str, options: Iterable[str]) -> None:
     known = options_of(name)
     for key in options:
         if key not in known:
-            what, hint = f"{name} takes no argument {key!r}", did_you_mean(key, known)
             raise UserError.at(
-                f"model.network.{key}", what, hint or "remove it", code="unknown-key"
+                f"model.network.{key}",
+                what=f"{name} takes no argument {key!r}",
+                remedy=did_you_mean(key, known) or "remove it",
+                code="unknown-key",
             )
 
 

@@ -199,8 +199,15 @@ class Attempt:
         for path in map(self.path.joinpath, ("errors", "health", "incident.json", "incident.md")):
             if restarts and path.exists():
                 os.replace(path, path.with_name(f"{path.stem}-{restarts:03d}{path.suffix}"))
-        new = {"state": JobState.RUNNING, "started": time.time(), "ended": None, "error": None}
-        self.update(**new, **this_process(), **place_of(self.path), restarts=restarts)
+        self.update(
+            state=JobState.RUNNING,
+            started=time.time(),
+            ended=None,
+            error=None,
+            restarts=restarts,
+            **this_process(),
+            **place_of(self.path),
+        )
 
     def end(self, state: JobState, **fields: object) -> None:
         self.update(**{**_ended(state), **fields})

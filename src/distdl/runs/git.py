@@ -108,7 +108,16 @@ def ignored(folder: Path) -> list[str]:
     top = top_of(folder) or folder
     here = folder.resolve()
     prefix = "" if here == top.resolve() else f"{here.relative_to(top.resolve()).as_posix()}/"
-    arguments = ("--ignored=matching", "--untracked-files=all", "--ignore-submodules=all")
-    state = output(folder, "status", "--porcelain", "-z", *arguments, "--", ".")
+    state = output(
+        folder,
+        "status",
+        "--porcelain",
+        "-z",
+        "--ignored=matching",
+        "--untracked-files=all",
+        "--ignore-submodules=all",
+        "--",
+        ".",
+    )
     lines = (line for line in state.split("\0") if line.startswith("!! "))
     return [line.removeprefix("!! ").removeprefix(prefix) for line in lines]

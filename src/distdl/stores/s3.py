@@ -45,8 +45,12 @@ class S3Store(RemoteStore["BaseClient"]):
         import boto3
         from botocore.config import Config
 
-        options = {"connect_timeout": 10, "read_timeout": 20, "max_pool_connections": 32}
-        config = Config(retries={"total_max_attempts": 1}, **options)
+        config = Config(
+            retries={"total_max_attempts": 1},
+            connect_timeout=10,
+            read_timeout=20,
+            max_pool_connections=32,
+        )
         return boto3.session.Session().client("s3", config=config)
 
     def _server(self) -> str:

@@ -283,15 +283,22 @@ class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
             return {}
         if self._engine is None:
             return self.lightning_module.state_dict()
-        parts = self._engine, self.lightning_module, self.root_device
-        return deepspeed_state.weights(*parts, keep=self.is_global_zero)
+        return deepspeed_state.weights(
+            self._engine, self.lightning_module, self.root_device, keep=self.is_global_zero
+        )
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state as in `distdl.checkpoint.portable`, complete on rank 0. Collective."""
         if self.sharded_checkpoints:
             return {}
-        parts = self._engine, self.lightning_module, self._names, self._groups, self.root_device
-        return deepspeed_state.optimizer_state(*parts, keep=self.is_global_zero)
+        return deepspeed_state.optimizer_state(
+            self._engine,
+            self.lightning_module,
+            names=self._names,
+            groups=self._groups,
+            device=self.root_device,
+            keep=self.is_global_zero,
+        )
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: object = None

@@ -57,8 +57,9 @@ def watch_weights(module: Any) -> None:  # noqa: ANN401 - a method of it is repl
         for name, parameter in gathered:
             kept = slices[name]
             weights = parameter.detach()
-            layout = kept.device_mesh, kept.placements
-            used: Any = distribute_tensor(weights, *layout, src_data_rank=None)
+            used: Any = distribute_tensor(
+                weights, kept.device_mesh, kept.placements, src_data_rank=None
+            )
             used = used.to_local()
             differ.append((used != kept.to_local().to(used.device)).any())  # offloaded weights
         flags = torch.stack(differ).tolist() if differ else []  # one device sync for all

@@ -260,8 +260,11 @@ def _is_part(thing: object) -> bool:
         return False
     if _classes_of("torch.nn.Module")(thing):
         return under(thing.__module__, LAYERS)
-    learning = (f"{_OPTIM}.Optimizer", f"{_OPTIM}.lr_scheduler.LRScheduler")
-    learns = _classes_of(*learning, f"{_PL}.plugins.precision.Precision")
+    learns = _classes_of(
+        f"{_OPTIM}.Optimizer",
+        f"{_OPTIM}.lr_scheduler.LRScheduler",
+        f"{_PL}.plugins.precision.Precision",
+    )
     return under(thing.__module__, TRANSFORMS) or learns(thing)
 
 
@@ -283,39 +286,72 @@ def _is_timm_entry(thing: object) -> bool:
 def _of(
     words: str,
     example: str,
-    *bases: str,
+    base: str,
     one_of: tuple[str, ...] = (),
     functions: Callable[[object], bool] = lambda thing: False,
 ) -> Kind:
-    """The kind of classes that derive from one of these bases, and of these functions."""
-    derived = _classes_of(*bases)
+    """The kind of classes that derive from a base, and of these functions."""
+    derived = _classes_of(base)
     named = _one_of(one_of)
     return Kind(words, example, lambda thing: derived(thing) or named(thing) or functions(thing))
 
 
 _PL, _OPTIM, _LR = "lightning.pytorch", "torch.optim", "torch.optim.lr_scheduler"
-_SCHEDULE = ("a schedule of torch's or distdl's", f"{_LR}.StepLR", f"{_LR}.LRScheduler")
-_TASK = "a task of distdl", "distdl.tasks.train", "distdl.worker.task.Task"
-_STRATEGY = "a Strategy of Lightning's", "distdl.strategies.DDPStrategy"
-_LOGGER = "a Logger of Lightning's or distdl's", f"{_PL}.loggers.CSVLogger"
-_PROFILER = "a Profiler of Lightning's", f"{_PL}.profilers.SimpleProfiler"
 KINDS = {
-    "model": _of("a LightningModule", "distdl.models.ImageClassifier", f"{_PL}.LightningModule"),
-    "data": _of("a LightningDataModule", "distdl.data.StoredImages", f"{_PL}.LightningDataModule"),
-    "optimizer": _of("an Optimizer of torch's", f"{_OPTIM}.SGD", f"{_OPTIM}.Optimizer"),
-    "schedule": _of(*_SCHEDULE, functions=_functions("distdl.optim", _is_schedule)),
-    "strategy": _of(*_STRATEGY, f"{_PL}.strategies.Strategy", one_of=STRATEGIES),
+    "model": _of(
+        "a LightningModule",
+        example="distdl.models.ImageClassifier",
+        base=f"{_PL}.LightningModule",
+    ),
+    "data": _of(
+        "a LightningDataModule",
+        example="distdl.data.StoredImages",
+        base=f"{_PL}.LightningDataModule",
+    ),
+    "optimizer": _of(
+        "an Optimizer of torch's",
+        example=f"{_OPTIM}.SGD",
+        base=f"{_OPTIM}.Optimizer",
+    ),
+    "schedule": _of(
+        "a schedule of torch's or distdl's",
+        example=f"{_LR}.StepLR",
+        base=f"{_LR}.LRScheduler",
+        functions=_functions("distdl.optim", _is_schedule),
+    ),
+    "strategy": _of(
+        "a Strategy of Lightning's",
+        example="distdl.strategies.DDPStrategy",
+        base=f"{_PL}.strategies.Strategy",
+        one_of=STRATEGIES,
+    ),
     "launcher": Kind(
         "a launcher",
         "distdl.launchers.local.LocalLauncher",
         lambda thing: is_launcher(thing) and under(thing.__module__, ("distdl.launchers",)),
     ),
-    "task": _of(*_TASK, functions=_functions("distdl.tasks", _is_metrics)),
-    "tracking": _of(*_LOGGER, f"{_PL}.loggers.Logger", one_of=TRACKERS),
-    "callbacks": _of(
-        "a Callback of Lightning's", f"{_PL}.callbacks.EarlyStopping", f"{_PL}.Callback"
+    "task": _of(
+        "a task of distdl",
+        example="distdl.tasks.train",
+        base="distdl.worker.task.Task",
+        functions=_functions("distdl.tasks", _is_metrics),
     ),
-    "trainer": _of(*_PROFILER, f"{_PL}.profilers.Profiler"),
+    "tracking": _of(
+        "a Logger of Lightning's or distdl's",
+        example=f"{_PL}.loggers.CSVLogger",
+        base=f"{_PL}.loggers.Logger",
+        one_of=TRACKERS,
+    ),
+    "callbacks": _of(
+        "a Callback of Lightning's",
+        example=f"{_PL}.callbacks.EarlyStopping",
+        base=f"{_PL}.Callback",
+    ),
+    "trainer": _of(
+        "a Profiler of Lightning's",
+        example=f"{_PL}.profilers.SimpleProfiler",
+        base=f"{_PL}.profilers.Profiler",
+    ),
 }
 PART = Kind(
     "a layer, network, transform, optimizer or schedule of torch, torchvision or timm",

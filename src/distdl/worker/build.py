@@ -168,8 +168,17 @@ def build(
             checkpointer.rebuild_at = unfreeze_at
         else:
             module.lay_out_all()
-    parts = (config, run, trainer, module, datamodule, metrics, checkpointer)
-    return Built(*parts, checkpoint, own_optimizer)
+    return Built(
+        config=config,
+        run=run,
+        trainer=trainer,
+        module=module,
+        datamodule=datamodule,
+        metrics=metrics,
+        checkpointer=checkpointer,
+        checkpoint=checkpoint,
+        own_optimizer=own_optimizer,
+    )
 
 
 def next_epoch(checkpoint: str | None, run: RunDirectory) -> int:

@@ -134,9 +134,10 @@ class StagedStrategy(Replicated, DDPStrategy):
         return {**state, "state": values, "param_groups": groups}
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        parts = checkpoint["optimizer_states"], self.optimizer_names, self.optimizers
         states = [
             index_state(name_state(state, names), names_of(optimizer, self.lightning_module))
-            for state, names, optimizer in zip(*parts, strict=True)
+            for state, names, optimizer in zip(
+                checkpoint["optimizer_states"], self.optimizer_names, self.optimizers, strict=True
+            )
         ]
         Strategy.load_optimizer_state_dict(self, {**checkpoint, "optimizer_states": states})

@@ -154,8 +154,12 @@ class PipelineStrategy(StagedStrategy):
         inner = [None, *edges[1:count], None]
         pieces = {i: Piece(self._spans[i], inner[i], inner[i + 1], context) for i in self._pieces}
         parameters = [piece.parameters() for piece in pieces.values()]
-        sizes = self.micro_batches, self.bucket_cap_mb
-        self._reducer = GradientReducer(parameters, self.replicas, *sizes)
+        self._reducer = GradientReducer(
+            parameters,
+            self.replicas,
+            micro_batches=self.micro_batches,
+            bucket_mb=self.bucket_cap_mb,
+        )
         self._engine = Engine(
             self.position,
             self.pipeline,

@@ -109,8 +109,17 @@ def _runs(comparison: Comparison) -> ReportTable:
         label = "" if run.label == run.name else run.label
         mark = ", best" if number == comparison.best else ""
         took = data.duration(run.seconds) if run.seconds else ""
-        ends = (screen.speed_text(run), took, run.devices, screen.cost_text(run))
-        rows.append((run.name, label, f"{run.state}{mark}", *values, *ends))
+        row = (
+            run.name,
+            label,
+            f"{run.state}{mark}",
+            *values,
+            screen.speed_text(run),
+            took,
+            run.devices,
+            screen.cost_text(run),
+        )
+        rows.append(row)
     return ReportTable("Runs", head, rows)
 
 

@@ -60,9 +60,17 @@ def runs_table(comparison: Comparison) -> tuple[Row, list[Row]]:
         mark = ", best" if number == comparison.best else ""
         values = (value_text(run, metric) for metric in metrics)
         took = data.duration(run.seconds) if run.seconds else ""
-        ends = (speed_text(run), took, run.devices, cost_text(run))
-        name = run.name if labelled else ""
-        rows.append((run.label, f"{run.state.lower()}{mark}", *values, *ends, name))
+        row = (
+            run.label,
+            f"{run.state.lower()}{mark}",
+            *values,
+            speed_text(run),
+            took,
+            run.devices,
+            cost_text(run),
+            run.name if labelled else "",
+        )
+        rows.append(row)
     return without_empty(head, rows)
 
 

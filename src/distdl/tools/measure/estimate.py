@@ -172,8 +172,16 @@ def pipeline(measured: MeasuredStep, n: int) -> Estimate:
         crossing = stage[-1].output if number + 1 < n else 0
         crossing += stages[number - 1][-1].output if number else 0
         received = sent = crossing * n
-        memory = weights, gradients, ratio * gradients, activations, received
-        return Estimate("pipeline", *memory, sent=sent, overlap=1.0)
+        return Estimate(
+            "pipeline",
+            weights=weights,
+            gradients=gradients,
+            optimizer=ratio * gradients,
+            activations=activations,
+            other=received,
+            sent=sent,
+            overlap=1.0,
+        )
 
     rows = [of_stage(number, stage) for number, stage in enumerate(stages)]
     flops = [sum(block.flops or 1.0 for block in stage) for stage in stages]

@@ -77,8 +77,9 @@ def as_fake(module: LightningModule) -> LightningModule:
 
     @functools.cache  # by identity: shared ones stay shared
     def fake(tensor: Tensor) -> Tensor:
-        sizes = tensor.size(), tensor.stride()
-        empty = torch.empty_strided(*sizes, dtype=tensor.dtype, device="cpu")
+        empty = torch.empty_strided(
+            tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu"
+        )
         is_parameter = isinstance(tensor, nn.Parameter)
         return nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
 

@@ -125,8 +125,13 @@ def timed_fit(context: Built, plan: list[Segment]) -> Timing:
     def report(window: TimedWindow) -> None:
         if trainer.is_global_zero:
             number = sum(one.input == window.input for one in timing.windows)
-            numbers = number, windows, 1000 * window.seconds / len(window.steps)
-            log.info("%s input, window %d of %d: %.4g ms a step", window.input, *numbers)
+            log.info(
+                "%s input, window %d of %d: %.4g ms a step",
+                window.input,
+                number,
+                windows,
+                1000 * window.seconds / len(window.steps),
+            )
 
     timing = Timing(plan, timeline, profiler, source, stop, report)
     trainer.callbacks = [c for c in trainer.callbacks if not isinstance(c, NOT_TIMED)] + [timing]

@@ -37,8 +37,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def open_source(options: argparse.Namespace) -> ParquetImages:
-    columns = options.image_column, options.label_column
-    return ParquetImages(options.source, options.split, *columns, options.label_offset)
+    return ParquetImages(
+        options.source,
+        options.split,
+        image_column=options.image_column,
+        label_column=options.label_column,
+        label_offset=options.label_offset,
+    )
 
 
 class ParquetImages:

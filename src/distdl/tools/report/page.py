@@ -103,8 +103,8 @@ def _attempts(run: data.ReportedRun) -> ReportTable:
         took = data.duration(a.ended - a.started) if a.started and a.ended else ""
         changed = "\n".join(f"{k}: {v}" for k, v in a.changed.items())
         error = a.error.strip().split("\n")[0][:300]  # the attempt's folder has the complete error
-        times = (_clock(a.started), _clock(a.ended), took)
-        rows.append((str(a.number), a.task, a.state, *times, changed, error))
+        start, end = _clock(a.started), _clock(a.ended)
+        rows.append((str(a.number), a.task, a.state, start, end, took, changed, error))
     head = ("", "task", "state", "start", "end", "took", "changed", "error")
     return ReportTable("Attempts", head, rows)
 

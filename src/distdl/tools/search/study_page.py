@@ -82,9 +82,16 @@ def _table(search: Search, trials: Sequence[SearchTrial]) -> ReportTable:
         varied = [space.text(trial.proposal.values[space.key]) for space in spaces]
         mark = ", best" if trial is search.best else ""
         word = "open" if trial.end is None else trial.end.lower()
-        count = str(len(trial.curve.values))
-        place = (trial.run.path.name, trial.why)
-        rows.append((str(trial.number), f"{word}{mark}", *results, count, *varied, *place))
+        row = (
+            str(trial.number),
+            f"{word}{mark}",
+            *results,
+            str(len(trial.curve.values)),
+            *varied,
+            trial.run.path.name,
+            trial.why,
+        )
+        rows.append(row)
     return ReportTable("Trials", head, rows)
 
 
