@@ -42,7 +42,7 @@ def _seconds(value: object) -> int:
     try:
         return walltime.seconds(value)
     except ValueError as error:
-        raise Refused(str(error), walltime.FORMS, code="wrong-kind") from None
+        raise Refused(what=str(error), remedy=walltime.FORMS, code="wrong-kind") from None
 
 
 def with_paths(inputs: object) -> object:
@@ -68,7 +68,7 @@ def matching(pattern: str, what: str, remedy: str = "") -> BeforeValidator:
     def validate(value: object) -> object:
         is_line = isinstance(value, str) and value.isprintable()
         if not (is_line and re.fullmatch(pattern, str(value))):
-            raise Refused(f"{value!r} is not {what}", remedy, code="wrong-kind")
+            raise Refused(what=f"{value!r} is not {what}", remedy=remedy, code="wrong-kind")
         return value
 
     return BeforeValidator(validate)
@@ -194,9 +194,11 @@ def unknown_keys(
     """One Problem for each key of an input that the launcher does not know."""
     for name, entry in inputs.items():
         for key in sorted(set(entry) - set(known)):
-            hint = did_you_mean_word(key, known) or f"an input has {' and '.join(known)}"
             yield Problem(
-                f"inputs.{name}.{key}", "not a setting of an input", hint, code="unknown-key"
+                f"inputs.{name}.{key}",
+                what="not a setting of an input",
+                remedy=did_you_mean_word(key, known) or f"an input has {' and '.join(known)}",
+                code="unknown-key",
             )
 
 
@@ -271,7 +273,7 @@ def store_errors(where: str = "") -> Iterator[None]:
     try:
         yield
     except StoreError as error:
-        raise UserError.at(where, str(error), error.remedy, code=error.code) from error
+        raise UserError.at(where, what=str(error), remedy=error.remedy, code=error.code) from error
 
 
 def read_on(store: Store, name: str, start: int) -> bytes | None:

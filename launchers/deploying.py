@@ -113,8 +113,12 @@ def deployments(platform: Platform) -> dict[str, bool]:
     existing = platform.deployments()
     for name in existing:
         if not is_ours(name, platform.options.name):
-            what = f"the endpoint has {name}, which distdl did not create"
-            raise UserError.at("--name", what, "choose another name", code="exists-already")
+            raise UserError.at(
+                "--name",
+                what=f"the endpoint has {name}, which distdl did not create",
+                remedy="choose another name",
+                code="exists-already",
+            )
     return existing
 
 
@@ -127,8 +131,11 @@ def check(answer: str, expected: Mapping[str, Any]) -> None:
     with suppress(ValueError, KeyError, TypeError, IndexError):
         if agrees(json.loads(answer)["predictions"][0], expected):
             return
-    what = f"the answer was {answer[:300]}, and on this machine it is {expected}"
-    raise NotDeployed.at("the test request", what, code="mismatch")
+    raise NotDeployed.at(
+        "the test request",
+        what=f"the answer was {answer[:300]}, and on this machine it is {expected}",
+        code="mismatch",
+    )
 
 
 def agrees(answer: object, expected: object) -> bool:
@@ -149,9 +156,11 @@ def roll_back(platform: Platform) -> str:
     """Moves the traffic to the deployment before."""
     others = [name for name, answers in deployments(platform).items() if not answers]
     if len(others) != 1:
-        what = f"{platform.options.name} has {len(others) or 'no'} other models"
         raise UserError.at(
-            "--rollback", what, "deploy the model that should answer", code="not-found"
+            "--rollback",
+            what=f"{platform.options.name} has {len(others) or 'no'} other models",
+            remedy="deploy the model that should answer",
+            code="not-found",
         )
     platform.move(others[0])
     return f"{others[0]} answers"

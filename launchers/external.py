@@ -30,5 +30,8 @@ class ExternalLauncher(LauncherBase[ExternalRequest]):
         raise RuntimeError("the ranks of an external job were started before distdl was")
 
     def attach(self, handle: str) -> NoReturn:
-        what = "an external job is managed by the tool that started it"
-        raise UserError.at(handle, what, code="unsupported")
+        raise UserError.at(
+            handle,
+            what="an external job is managed by the tool that started it",
+            code="unsupported",
+        )

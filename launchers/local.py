@@ -72,7 +72,9 @@ class LocalLauncher(LauncherSettings, LauncherBase[LocalRequest]):
         """The job of an attempt (`local:///.../attempts/001`), to query or cancel it."""
         folder = Path(handle.removeprefix("local://"))
         if not (folder / "launch.yaml").exists():
-            raise UserError.at(handle, "this folder is not an attempt of a run", code="wrong-kind")
+            raise UserError.at(
+                handle, what="this folder is not an attempt of a run", code="wrong-kind"
+            )
         return LocalJob(folder, None)
 
 

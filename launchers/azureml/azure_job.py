@@ -154,9 +154,12 @@ class AzureMLJob(QueriedJob[dict[str, Any]]):
 
     def cancel(self) -> None:
         if (run := self._run()) is None:
-            what = "has not started yet, and until then Azure ML cannot cancel it alone"
-            remedy = f"cancel the entire sweep: {self._connection.workspace.handle(self._name)}"
-            raise UserError.at(self.handle, what, remedy, code="under-way")
+            raise UserError.at(
+                self.handle,
+                what="has not started yet, and until then Azure ML cannot cancel it alone",
+                remedy=f"cancel the entire sweep: {self._connection.workspace.handle(self._name)}",
+                code="under-way",
+            )
         if not self.state().ended:
             with azure_errors(self.handle):
                 self._connection.client.jobs.begin_cancel(run)

@@ -77,8 +77,8 @@ class Workspace:
         problems = [
             Problem(
                 f"launcher.{key}",
-                f"{name!r} is not an Azure name",
-                "letters, digits, _.()-",
+                what=f"{name!r} is not an Azure name",
+                remedy="letters, digits, _.()-",
                 code="wrong-kind",
             )
             for key, name in zip(NAMED_BY, astuple(self), strict=True)
@@ -100,12 +100,18 @@ class Workspace:
         for (key, (variable, file_key)), name in settings:
             names.append(name or exported.get(key) or file.get(file_key))
             if not names[-1]:
-                what = "missing: without it a job can be shown (dry_run=true) but not sent"
-                remedy = (
-                    f"write launcher.{key}=..., export {variable}=..., or put the workspace's "
-                    "config.json from Azure's portal into this folder"
+                problems.append(
+                    Problem(
+                        f"launcher.{key}",
+                        what="missing: without it a job can be shown (dry_run=true) but not sent",
+                        remedy=(
+                            f"write launcher.{key}=..., export {variable}=..., "
+                            "or put the workspace's "
+                            "config.json from Azure's portal into this folder"
+                        ),
+                        code="missing-key",
+                    )
                 )
-                problems.append(Problem(f"launcher.{key}", what, remedy, code="missing-key"))
         if problems:
             raise UserError(*problems)
         return cls(*map(str, names))
@@ -145,9 +151,11 @@ def config_file() -> dict[str, str]:
 def parse(handle: str) -> tuple[Workspace, str, str | None]:
     """Splits a handle into workspace, job and sweep member."""
     if (match := HANDLE.fullmatch(handle)) is None:
-        remedy = "azureml://subscriptions/.../resourceGroups/.../workspaces/.../jobs/NAME"
         raise UserError.at(
-            handle, "is not a handle of a job on Azure ML", remedy, code="wrong-kind"
+            handle,
+            what="is not a handle of a job on Azure ML",
+            remedy="azureml://subscriptions/.../resourceGroups/.../workspaces/.../jobs/NAME",
+            code="wrong-kind",
         )
     subscription, group, name, job, member = match.groups()
     return Workspace(subscription, group, name), job, member
@@ -253,17 +261,21 @@ def azure_errors(path: str = "launcher", remedies: Mapping[str, str] = {}) -> It
 
         yield
     except ImportError as error:
-        what = f"Azure's packages are not installed ({error.name})"
         raise UserError.at(
-            "launcher", what, "pip install 'distdl[azure]'", code="not-installed"
+            "launcher",
+            what=f"Azure's packages are not installed ({error.name})",
+            remedy="pip install 'distdl[azure]'",
+            code="not-installed",
         ) from error
     except core.ClientAuthenticationError as error:
-        remedy = (
-            "az login, or export AZURE_TENANT_ID, AZURE_CLIENT_ID and AZURE_CLIENT_SECRET, "
-            "or run this on a machine with a managed identity"
-        )
-        what = f"Azure cannot sign you in: {brief(error.message)}"
-        raise NotSignedIn.at(path, what, remedy) from error
+        raise NotSignedIn.at(
+            path,
+            what=f"Azure cannot sign you in: {brief(error.message)}",
+            remedy=(
+                "az login, or export AZURE_TENANT_ID, AZURE_CLIENT_ID and AZURE_CLIENT_SECRET, "
+                "or run this on a machine with a managed identity"
+            ),
+        ) from error
     except core.HttpResponseError as error:
         what = f"Azure refuses ({error.status_code}): {brief(error.message)}"
         kind = REFUSALS.get(error.status_code, UserError)
@@ -271,13 +283,13 @@ def azure_errors(path: str = "launcher", remedies: Mapping[str, str] = {}) -> It
         raise kind.at(path, what, remedy, code="platform-refuses") from error
     except core.AzureError as error:
         raise UserError.at(
-            path, f"Azure does not answer: {brief(error)}", code="unreachable"
+            path, what=f"Azure does not answer: {brief(error)}", code="unreachable"
         ) from error
     # The SDK's own exceptions have no common base class, and importing them takes seconds.
     except Exception as error:
         if type(error).__module__.startswith(("azure.", "marshmallow")):
             raise UserError.at(
-                path, f"Azure's SDK refuses: {brief(error)}", code="platform-refuses"
+                path, what=f"Azure's SDK refuses: {brief(error)}", code="platform-refuses"
             ) from error
         raise
 

@@ -30,14 +30,17 @@ class DatastoreFolder(BlobStore):
     def __init__(self, connection: Connection, address: str, *, patience: float = PATIENCE) -> None:
         if (match := ADDRESS.fullmatch(address)) is None:
             raise UserError.at(
-                address, "is not the address of a folder in a datastore", code="wrong-kind"
+                address, what="is not the address of a folder in a datastore", code="wrong-kind"
             )
         name, folder = match.groups()
         with azure_errors():
             facts = connection.client.datastores.get(name, include_secrets=True)
         if (container := getattr(facts, "container_name", None)) is None:
-            what = f"is a datastore of type {facts.type}, but only Blob datastores can be read"
-            raise UserError.at(name, what, code="wrong-kind")
+            raise UserError.at(
+                name,
+                what=f"is a datastore of type {facts.type}, but only Blob datastores can be read",
+                code="wrong-kind",
+            )
         account = facts.account_name
         endpoint = f"{facts.protocol}://{account}.blob.{facts.endpoint}"
         super().__init__(address, container, folder, account, endpoint, patience=patience)
@@ -71,7 +74,7 @@ def fetch(connection: Connection, address: str, to: Path) -> int:
         folder = DatastoreFolder(connection, address)
         files = folder.files()
         if not files:
-            raise UserError.at("", f"there are no files in {address} yet", code="incomplete")
+            raise UserError.at("", what=f"there are no files in {address} yet", code="incomplete")
         return fetch_files(to, files, folder.download)
 
 

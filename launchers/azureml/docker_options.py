@@ -37,25 +37,36 @@ def problems(text: str) -> Iterator[Problem]:
         words = iter(shlex.split(text))
     except ValueError:
         yield Problem(
-            "docker_args", f"{text!r}: a quotation mark is missing", "close it", code="incomplete"
+            "docker_args",
+            what=f"{text!r}: a quotation mark is missing",
+            remedy="close it",
+            code="incomplete",
         )
         return
     for word in words:
         if not word.startswith("-") or word in ("-", "--"):
-            what = f"docker would take {word!r} for the image, and what follows for the command"
-            remedy = 'write launcher.image=..., or quote a value with blanks: --label "a=b c"'
-            yield Problem("docker_args", what, remedy, code="wrong-kind")
+            yield Problem(
+                "docker_args",
+                what=f"docker would take {word!r} for the image, and what follows for the command",
+                remedy='write launcher.image=..., or quote a value with blanks: --label "a=b c"',
+                code="wrong-kind",
+            )
             return
         names, needs_next = _read(word)
         for name in names:
             if name in RESERVED:
-                what = f"{word} would override what the job's own settings say"
                 yield Problem(
-                    "docker_args", what, f"leave it out: {RESERVED[name]}", code="reserved"
+                    "docker_args",
+                    what=f"{word} would override what the job's own settings say",
+                    remedy=f"leave it out: {RESERVED[name]}",
+                    code="reserved",
                 )
         if needs_next and next(words, None) is None:
             yield Problem(
-                "docker_args", f"{word} needs a value", f"{word} VALUE", code="missing-key"
+                "docker_args",
+                what=f"{word} needs a value",
+                remedy=f"{word} VALUE",
+                code="missing-key",
             )
 
 

@@ -65,7 +65,10 @@ class OnlineEndpoint(Platform[AzureMLLauncher]):
         kind = self.options.instance_type
         if not vm_sizes.NAME.fullmatch(kind):
             raise UserError.at(
-                "--instance-type", f"{kind} is not a VM size", self.default_type, code="wrong-kind"
+                "--instance-type",
+                what=f"{kind} is not a VM size",
+                remedy=self.default_type,
+                code="wrong-kind",
             )
         return {"instance_type": kind, "instance_count": self.options.instances}
 
@@ -130,8 +133,12 @@ class BatchEndpoint(OnlineEndpoint):
 
     def size(self) -> dict[str, Any]:
         if not self.launcher.compute:
-            remedy = "launcher.compute=NAME, the cluster that jobs run on"
-            raise UserError.at("launcher.compute", "missing", remedy, code="missing-key")
+            raise UserError.at(
+                "launcher.compute",
+                what="missing",
+                remedy="launcher.compute=NAME, the cluster that jobs run on",
+                code="missing-key",
+            )
         resources = {"instance_count": self.options.instances}
         output = {"output_action": "append_row", "output_file_name": "predictions.jsonl"}
         return {"compute": f"azureml:{self.launcher.compute}", "resources": resources, **output}

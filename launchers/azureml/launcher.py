@@ -97,9 +97,11 @@ class AzureMLLauncher(AzureSettings, LauncherBase[AzureMLRequest]):
 
     def reach(self, request: AzureMLRequest) -> None:
         if self.files:
-            what = "is only for a dry run, but this command would send the job"
             raise UserError.at(
-                "launcher.files", what, "add dry_run=true, or leave it out", code="unsupported"
+                "launcher.files",
+                what="is only for a dry run, but this command would send the job",
+                remedy="add dry_run=true, or leave it out",
+                code="unsupported",
             )
         self.connection().check_access()
 

@@ -38,22 +38,35 @@ def _gpus(settings: AzureSettings, context: Mapping[str, Any]) -> Iterator[Probl
     if vm is None or settings.on_kubernetes or context.get("accelerator") != "gpu":
         return
     if vm.gpus == 0:
-        remedy = "choose a size with GPUs, or write trainer.accelerator=cpu"
-        yield Problem("vm_size", f"{vm.name} has no GPU", remedy, code="not-enough")
+        yield Problem(
+            "vm_size",
+            what=f"{vm.name} has no GPU",
+            remedy="choose a size with GPUs, or write trainer.accelerator=cpu",
+            code="not-enough",
+        )
     elif devices > vm.gpus:
         have = f"{vm.gpus} GPU{'s' if vm.gpus > 1 else ''}"
-        what = f"{devices} processes per node (trainer.devices), but {vm.name} has {have}"
-        remedy = f"write trainer.devices={vm.gpus}, or choose a larger size"
-        yield Problem("vm_size", what, remedy, code="mismatch")
+        yield Problem(
+            "vm_size",
+            what=f"{devices} processes per node (trainer.devices), but {vm.name} has {have}",
+            remedy=f"write trainer.devices={vm.gpus}, or choose a larger size",
+            code="mismatch",
+        )
     if vm.gpu in vm_sizes.OTHER_IMAGE and not _images(settings):
         what = f"distdl's image is for NVIDIA and x86-64, but {vm.name} has an {vm.gpu}: "
-        remedy = "write launcher.image=... with a torch for it, or launcher.build_context=..."
-        yield Problem("vm_size", what + vm_sizes.OTHER_IMAGE[vm.gpu], remedy, code="unsupported")
+        yield Problem(
+            "vm_size",
+            what=what + vm_sizes.OTHER_IMAGE[vm.gpu],
+            remedy="write launcher.image=... with a torch for it, or launcher.build_context=...",
+            code="unsupported",
+        )
     if vm.gpu in vm_sizes.TOO_OLD and not _images(settings):
-        what = f"the torch of distdl's image has no kernels for a {vm.gpu} (CUDA 13 dropped it)"
         remedy = "choose a T4, A100 or newer, or a launcher.image or launcher.build_context "
         yield Problem(
-            "vm_size", what, f"{remedy}whose torch is built for CUDA 12", code="unsupported"
+            "vm_size",
+            what=f"the torch of distdl's image has no kernels for a {vm.gpu} (CUDA 13 dropped it)",
+            remedy=f"{remedy}whose torch is built for CUDA 12",
+            code="unsupported",
         )
 
 
@@ -66,14 +79,14 @@ def _nodes(settings: AzureSettings, context: Mapping[str, Any]) -> Iterator[Prob
         what = f"trainer.num_nodes={nodes}, but the cluster has at most {most}: the job would "
         yield Problem(
             "max_nodes",
-            f"{what}never start",
-            f"write launcher.max_nodes={nodes}",
+            what=f"{what}never start",
+            remedy=f"write launcher.max_nodes={nodes}",
             code="not-enough",
         )
     if settings.min_nodes > most:
         yield Problem(
             "min_nodes",
-            f"{settings.min_nodes} is more than max_nodes ({most})",
+            what=f"{settings.min_nodes} is more than max_nodes ({most})",
             code="out-of-range",
         )
 
@@ -81,15 +94,24 @@ def _nodes(settings: AzureSettings, context: Mapping[str, Any]) -> Iterator[Prob
 def _network(settings: AzureSettings) -> Iterator[Problem]:
     if settings.vnet and not settings.subnet:
         yield Problem(
-            "subnet", "missing, but launcher.vnet is set", "name a subnet of it", code="missing-key"
+            "subnet",
+            what="missing, but launcher.vnet is set",
+            remedy="name a subnet of it",
+            code="missing-key",
         )
     if settings.subnet and not settings.vnet and not settings.subnet.startswith("/subscriptions/"):
-        what = "without launcher.vnet it must be the subnet's full ARM id"
-        yield Problem("subnet", what, "write launcher.vnet=NETWORK as well", code="incomplete")
-    if not settings.public_ip and not settings.subnet:
-        what = "nodes without a public IP address need a subnet"
         yield Problem(
-            "public_ip", what, "write launcher.vnet=... launcher.subnet=...", code="missing-key"
+            "subnet",
+            what="without launcher.vnet it must be the subnet's full ARM id",
+            remedy="write launcher.vnet=NETWORK as well",
+            code="incomplete",
+        )
+    if not settings.public_ip and not settings.subnet:
+        yield Problem(
+            "public_ip",
+            what="nodes without a public IP address need a subnet",
+            remedy="write launcher.vnet=... launcher.subnet=...",
+            code="missing-key",
         )
 
 
@@ -104,67 +126,102 @@ def _image(settings: AzureSettings) -> Iterator[Problem]:
         try:
             settings.conda()
         except ValueError as error:
-            remedy = "dependencies: [python=3.11, pip, {pip: [...]}]"
-            yield Problem("conda_file", str(error), remedy, code="damaged-file")
+            yield Problem(
+                "conda_file",
+                what=str(error),
+                remedy="dependencies: [python=3.11, pip, {pip: [...]}]",
+                code="damaged-file",
+            )
     keys = _images(settings)
     if keys != ["image", "conda_file"] and len(keys) > 1:  # a conda file is put onto an image
         names = " and ".join(f"launcher.{key}" for key in keys)
         yield Problem(
             keys[0],
-            f"{names} each choose the job's image",
-            "set only one of them",
+            what=f"{names} each choose the job's image",
+            remedy="set only one of them",
             code="ambiguous",
         )
     yield from docker_options.problems(settings.docker_args or "")
     folder = settings.build_context
     if folder and not (Path(folder).expanduser() / "Dockerfile").is_file():
-        yield Problem("build_context", f"{folder} has no Dockerfile", code="incomplete")
+        yield Problem("build_context", what=f"{folder} has no Dockerfile", code="incomplete")
 
 
 def _services(settings: AzureSettings) -> Iterator[Problem]:
     if settings.services and settings.sweep == "azureml":
-        what = "the trials of a sweep job have none"
-        yield Problem("services", what, "write launcher.sweep=jobs", code="unsupported")
+        yield Problem(
+            "services",
+            what="the trials of a sweep job have none",
+            remedy="write launcher.sweep=jobs",
+            code="unsupported",
+        )
     for name, service in settings.services.items():
         for key, kind in SERVICE_KEYS.items():
             if kind != service.type and getattr(service, key) is not None:
-                what = f"is a key of type {kind}, not of {service.type}"
-                yield Problem(f"services.{name}.{key}", what, "leave it out", code="wrong-kind")
+                yield Problem(
+                    f"services.{name}.{key}",
+                    what=f"is a key of type {kind}, not of {service.type}",
+                    remedy="leave it out",
+                    code="wrong-kind",
+                )
         if service.type == "ssh" and not service.ssh_public_keys:
             path = f"services.{name}.ssh_public_keys"
-            what = "missing: nobody could log in"
-            yield Problem(path, what, "write the text of your *.pub file", code="missing-key")
+            yield Problem(
+                path,
+                what="missing: nobody could log in",
+                remedy="write the text of your *.pub file",
+                code="missing-key",
+            )
 
 
 def _outputs(settings: AzureSettings) -> Iterator[Problem]:
     if settings.outputs and settings.sweep == "azureml":
-        what = "all trials of a sweep job would write to the same place"
-        yield Problem("outputs", what, "write launcher.sweep=jobs", code="conflict")
+        yield Problem(
+            "outputs",
+            what="all trials of a sweep job would write to the same place",
+            remedy="write launcher.sweep=jobs",
+            code="conflict",
+        )
     for name, output in settings.outputs.items():
         if bool(output.folder) == bool(output.path):
-            what = "needs either a folder of the run or a path"
-            yield Problem(f"outputs.{name}", what, f"write {{folder: {name}}}", code="missing-key")
-        if output.version and not output.name:
-            what = "without a name nothing is registered"
             yield Problem(
-                f"outputs.{name}.version", what, "write the name as well", code="conflict"
+                f"outputs.{name}",
+                what="needs either a folder of the run or a path",
+                remedy=f"write {{folder: {name}}}",
+                code="missing-key",
+            )
+        if output.version and not output.name:
+            yield Problem(
+                f"outputs.{name}.version",
+                what="without a name nothing is registered",
+                remedy="write the name as well",
+                code="conflict",
             )
 
 
 def _kubernetes(settings: AzureSettings) -> Iterator[Problem]:
     if settings.instance_type and not settings.on_kubernetes:
-        what = "only a Kubernetes compute has instance types"
-        remedy = f"write launcher.vm_size={settings.instance_type}, or compute_type=kubernetes"
-        yield Problem("instance_type", what, remedy, code="unsupported")
+        yield Problem(
+            "instance_type",
+            what="only a Kubernetes compute has instance types",
+            remedy=f"write launcher.vm_size={settings.instance_type}, or compute_type=kubernetes",
+            code="unsupported",
+        )
     if not settings.on_kubernetes:
         return
     if not settings.compute:
-        remedy = "write launcher.compute=NAME, as in the workspace"
-        yield Problem("compute", "missing: which Kubernetes compute", remedy, code="missing-key")
-    if settings.spot:
-        what = f"{settings.tier}, but a Kubernetes cluster has no tiers"
         yield Problem(
-            "tier", what, "write launcher.tier=dedicated, and an instance_type", code="unsupported"
+            "compute",
+            what="missing: which Kubernetes compute",
+            remedy="write launcher.compute=NAME, as in the workspace",
+            code="missing-key",
+        )
+    if settings.spot:
+        yield Problem(
+            "tier",
+            what=f"{settings.tier}, but a Kubernetes cluster has no tiers",
+            remedy="write launcher.tier=dedicated, and an instance_type",
+            code="unsupported",
         )
 
 
@@ -175,22 +232,29 @@ def _references(settings: AzureSettings) -> Iterator[Problem]:
         for kind, name in REFERENCE.findall(text):
             if name not in known[kind]:
                 has = f"launcher.{kind} has {', '.join(known[kind]) or 'none'}"
-                what = f"refers to ${{{{{kind}.{name}}}}}, which is undefined"
                 yield Problem(
-                    path, what, did_you_mean_word(name, known[kind]) or has, code="unknown-key"
+                    path,
+                    what=f"refers to ${{{{{kind}.{name}}}}}, which is undefined",
+                    remedy=did_you_mean_word(name, known[kind]) or has,
+                    code="unknown-key",
                 )
 
 
 def _files(settings: AzureSettings) -> Iterator[Problem]:
     """Settings that need an action at submission, which `launcher.files` cannot include."""
     if settings.files and settings.forward_env:
-        what = "the values of launcher.forward_env are stored only when distdl submits the job"
-        remedy = "write launcher.forward_env=[], and pass them to the job yourself"
-        yield Problem("files", what, remedy, code="unsupported")
-    if settings.files and settings.sweep == "azureml":
-        what = "the code of a sweep job is collected only when distdl submits it"
         yield Problem(
-            "files", what, "write launcher.sweep=jobs, for a folder per member", code="unsupported"
+            "files",
+            what="the values of launcher.forward_env are stored only when distdl submits the job",
+            remedy="write launcher.forward_env=[], and pass them to the job yourself",
+            code="unsupported",
+        )
+    if settings.files and settings.sweep == "azureml":
+        yield Problem(
+            "files",
+            what="the code of a sweep job is collected only when distdl submits it",
+            remedy="write launcher.sweep=jobs, for a folder per member",
+            code="unsupported",
         )
 
 

@@ -111,9 +111,11 @@ def workspace_location(credential: TokenCredential | None = None) -> str:
     try:
         workspace = Workspace.find(None, None, None)
     except UserError as error:
-        what = "missing, and no workspace is named that would have one"
         raise UserError.at(
-            "location", what, "write location=westeurope", code="missing-key"
+            "location",
+            what="missing, and no workspace is named that would have one",
+            remedy="write location=westeurope",
+            code="missing-key",
         ) from error
     connection = Connection(workspace, None)
     if credential is not None:
@@ -136,9 +138,11 @@ def fetch(server: str, location: str, sizes: Iterable[VmSize]) -> Prices:
         if "Low Priority" not in found:  # which Azure lists still, and sells no more
             (spot if "Spot" in found else dedicated)[name] = float(price)
     if not dedicated:
-        what = f"{server} lists no price for a region {location}"
         raise UserError.at(
-            "location", what, "az account list-locations --query [].name", code="wrong-choice"
+            "location",
+            what=f"{server} lists no price for a region {location}",
+            remedy="az account list-locations --query [].name",
+            code="wrong-choice",
         )
     return Prices(location, time.strftime("%Y-%m-%d", time.gmtime()), dedicated, spot)
 
@@ -178,21 +182,21 @@ def items(server: str, location: str, names: Iterable[str]) -> Iterator[Mapping[
             after = page.get("NextPageLink")
         except (ValueError, LookupError, TypeError, AttributeError):
             raise UserError.at(
-                "prices", f"{server} answers something else than prices", code="damaged-file"
+                "prices", what=f"{server} answers something else than prices", code="damaged-file"
             ) from None
         yield from (item for item in found if isinstance(item, dict))
         if not after:
             return
         if urlsplit(str(after))[:2] != urlsplit(server)[:2]:
             raise UserError.at(
-                "prices", f"{server} sends us to another server, {after}", code="private"
+                "prices", what=f"{server} sends us to another server, {after}", code="private"
             )
         if time.monotonic() - started > TOTAL_S:
             raise UserError.at(
-                "prices", f"{server} takes longer than {TOTAL_S:.0f} s", code="unreachable"
+                "prices", what=f"{server} takes longer than {TOTAL_S:.0f} s", code="unreachable"
             )
         request = HttpRequest("GET", str(after))
-    raise UserError.at("prices", f"{server} lists more than {PAGES} pages", code="failed")
+    raise UserError.at("prices", what=f"{server} lists more than {PAGES} pages", code="failed")
 
 
 # ---- kept on this machine -----------------------------------------------------------------------

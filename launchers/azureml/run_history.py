@@ -66,7 +66,7 @@ class RunHistory:
             try:
                 return self._get(self._service, f"{runs}/{job}/details").json()
             except ResourceNotFoundError as error:
-                raise Forgotten.at(job, "unknown to Azure ML") from error
+                raise Forgotten.at(job, what="unknown to Azure ML") from error
 
     def children(self, job: str) -> Iterator[dict[str, Any]]:
         """The trials of a sweep that have started: `runId`, `status`, `tags`."""

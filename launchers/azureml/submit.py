@@ -56,12 +56,17 @@ def ensure_compute(connection: Connection, request: AzureMLRequest) -> None:
                 least, most = wanted["min_instances"], wanted["max_instances"]
                 return report(f"created the cluster {name}: {least} to {most} x {wanted['size']}")
     if wanted["type"] == "kubernetes":
-        what = f"no Kubernetes cluster {name} is attached to the workspace"
         raise UserError.at(
-            "launcher.compute", what, "az ml compute attach --type Kubernetes ...", code="not-found"
+            "launcher.compute",
+            what=f"no Kubernetes cluster {name} is attached to the workspace",
+            remedy="az ml compute attach --type Kubernetes ...",
+            code="not-found",
         )
-    what = f"there is no cluster {name}, and launcher.create_compute=false"
-    raise UserError.at("launcher.compute", what, code="not-found")
+    raise UserError.at(
+        "launcher.compute",
+        what=f"there is no cluster {name}, and launcher.create_compute=false",
+        code="not-found",
+    )
 
 
 def compare(cluster: Compute, wanted: Mapping[str, Any], num_nodes: int) -> None:
@@ -71,22 +76,33 @@ def compare(cluster: Compute, wanted: Mapping[str, Any], num_nodes: int) -> None
     found = str(cluster.type).lower()
     if found != wanted["type"]:
         kinds = {"amlcompute": "an AmlCompute", "kubernetes": "a Kubernetes"}
-        what = f"{name} is not {kinds[wanted['type']]} cluster but a {cluster.type}"
-        remedy = f"write launcher.compute_type={found}" if found in kinds else ""
-        raise UserError.at("launcher.compute", what, remedy, code="wrong-kind")
+        raise UserError.at(
+            "launcher.compute",
+            what=f"{name} is not {kinds[wanted['type']]} cluster but a {cluster.type}",
+            remedy=f"write launcher.compute_type={found}" if found in kinds else "",
+            code="wrong-kind",
+        )
     if found == "kubernetes":
         return
     most = getattr(cluster, "max_instances", None)
     if most is not None and num_nodes > most:
-        what = f"cluster {name} has at most {most} nodes, but the job needs {num_nodes}"
         problems.append(
-            Problem("trainer.num_nodes", what, "enlarge the cluster in Studio", code="not-enough")
+            Problem(
+                "trainer.num_nodes",
+                what=f"cluster {name} has at most {most} nodes, but the job needs {num_nodes}",
+                remedy="enlarge the cluster in Studio",
+                code="not-enough",
+            )
         )
     size = getattr(cluster, "size", None)
     if not same(size, wanted["size"]):
-        what = f"cluster {name} has nodes of size {size}, not {wanted['size']}"
         problems.append(
-            Problem("launcher.vm_size", what, f"write launcher.vm_size={size}", code="mismatch")
+            Problem(
+                "launcher.vm_size",
+                what=f"cluster {name} has nodes of size {size}, not {wanted['size']}",
+                remedy=f"write launcher.vm_size={size}",
+                code="mismatch",
+            )
         )
     if problems:
         raise UserError(*problems)
@@ -131,7 +147,7 @@ def store_secrets(connection: Connection, vault: str, values: Mapping[str, str])
                 client.set_secret(name, value, content_type="distdl: a forwarded variable of a run")
         except ValueError as error:  # the server at this address is not a Key Vault
             raise UserError.at(
-                "launcher.key_vault", f"{vault}: {brief(error)}", code="platform-refuses"
+                "launcher.key_vault", what=f"{vault}: {brief(error)}", code="platform-refuses"
             ) from error
 
 

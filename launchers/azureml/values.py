@@ -62,8 +62,11 @@ REMOTE = re.compile(r"(azureml|wasbs?|abfss?|adl|https?)://|azureml:[^/]")
 def _vm_size(name: object) -> object:
     """Also accepts well-formed names that are not in vm_sizes.yaml: Azure may have that size."""
     if not vm_sizes.find(str(name)) and not vm_sizes.unknown_note(str(name)):
-        what = f"{name!r} is not the name of a VM size" if name else "missing"
-        raise Refused(what, vm_sizes.suggest(str(name or "")), code="wrong-kind")
+        raise Refused(
+            what=f"{name!r} is not the name of a VM size" if name else "missing",
+            remedy=vm_sizes.suggest(str(name or "")),
+            code="wrong-kind",
+        )
     return name
 
 
@@ -89,9 +92,10 @@ MOUNT = (
 
 def _mount_setting(name: str) -> str:
     if name not in MOUNT:
-        remedy = did_you_mean_word(name, MOUNT) or f"one of {', '.join(MOUNT)}"
         raise Refused(
-            f"{name!r} is not a setting of Azure's data mounts", remedy, code="unknown-key"
+            what=f"{name!r} is not a setting of Azure's data mounts",
+            remedy=did_you_mean_word(name, MOUNT) or f"one of {', '.join(MOUNT)}",
+            code="unknown-key",
         )
     return name
 
@@ -117,8 +121,11 @@ class Entry(BaseModel, strict=True, validate_default=True, extra="forbid"):
     def _known(cls, values: object) -> object:
         for key in sorted(set(values) - set(cls.model_fields)) if isinstance(values, dict) else ():
             known = cls.model_fields
-            hint = did_you_mean_word(key, known) or f"one of {', '.join(known)}"
-            raise Refused(f"{key!r} is not a setting of {cls.kind}", hint, code="unknown-key")
+            raise Refused(
+                what=f"{key!r} is not a setting of {cls.kind}",
+                remedy=did_you_mean_word(key, known) or f"one of {', '.join(known)}",
+                code="unknown-key",
+            )
         return values
 
 
@@ -144,7 +151,9 @@ class AzureInput(Entry):
     def _of_its_type(cls, mode: str, info: ValidationInfo) -> str:
         if mode.startswith("eval_") and info.data.get("type", "mltable") != "mltable":
             raise Refused(
-                f"{mode} is only for type=mltable", "write ro_mount or download", code="unsupported"
+                what=f"{mode} is only for type=mltable",
+                remedy="write ro_mount or download",
+                code="unsupported",
             )
         return mode
 
@@ -153,19 +162,21 @@ class AzureInput(Entry):
     def _remote(cls, path: str) -> str:
         if not path:
             raise Refused(
-                "missing", "write azureml://datastores/NAME/paths/FOLDER", code="missing-key"
+                what="missing",
+                remedy="write azureml://datastores/NAME/paths/FOLDER",
+                code="missing-key",
             )
         if "'" in path:
             raise Refused(
-                "has a ', which would end a quotation in the job's command",
-                "write %27",
+                what="has a ', which would end a quotation in the job's command",
+                remedy="write %27",
                 code="wrong-kind",
             )
         if not REMOTE.match(path):
             remedy = "upload it, and write azureml://datastores/NAME/paths/FOLDER, azureml:DATA:1 "
             raise Refused(
-                f"{path} is not an address that Azure can read",
-                f"{remedy}or https://...",
+                what=f"{path} is not an address that Azure can read",
+                remedy=f"{remedy}or https://...",
                 code="wrong-kind",
             )
         return path

@@ -53,14 +53,22 @@ class Cluster:
                 chosen = self.context or current["name"]
                 by_name = {each["name"]: each for each in contexts}
                 if chosen not in by_name:
-                    what = f"the kubeconfig has no context {plain(chosen)!r}"
-                    raise UserError.at("launcher.context", what, CHECK, code="not-found")
+                    raise UserError.at(
+                        "launcher.context",
+                        what=f"the kubeconfig has no context {plain(chosen)!r}",
+                        remedy=CHECK,
+                        code="not-found",
+                    )
                 config.load_kube_config(file, chosen, client_configuration=settings)
                 namespace = str(by_name[chosen]["context"].get("namespace") or "default")
             except config.ConfigException as error:
                 if self.context is not None or IN_CLUSTER not in os.environ:
-                    what = f"no kubeconfig: {first_line(error)}"
-                    raise UserError.at("launcher.context", what, CHECK, code="unreadable") from None
+                    raise UserError.at(
+                        "launcher.context",
+                        what=f"no kubeconfig: {first_line(error)}",
+                        remedy=CHECK,
+                        code="unreadable",
+                    ) from None
                 config.load_incluster_config(client_configuration=settings)
                 chosen, namespace = "in-cluster", own_namespace()
             return client.ApiClient(settings), chosen, namespace
@@ -196,50 +204,80 @@ def api_errors(path: str = "") -> Iterator[None]:
         from kubernetes.client import ApiException
         from urllib3.exceptions import HTTPError
     except ImportError:
-        what = "the package kubernetes is not installed"
-        raise UserError.at("launcher", what, INSTALL, code="not-installed") from None
+        raise UserError.at(
+            "launcher",
+            what="the package kubernetes is not installed",
+            remedy=INSTALL,
+            code="not-installed",
+        ) from None
     try:
         yield
     except ApiException as error:
         raise refusal(error.status or 0, error.body, path, str(error.reason or "")) from None
     except HTTPError as error:
-        what = f"the API server does not answer: {first_line(getattr(error, 'reason', error))}"
-        remedy = "kubectl cluster-info; a VPN?"
-        raise UserError.at("launcher.context", what, remedy, code="unreachable") from None
+        raise UserError.at(
+            "launcher.context",
+            what=f"the API server does not answer: {first_line(getattr(error, 'reason', error))}",
+            remedy="kubectl cluster-info; a VPN?",
+            code="unreachable",
+        ) from None
 
 
 def refusal(status: int, body: object, path: str, reason: str) -> UserError:
     """An answer of the server, as an error that says what to do."""
     said = message_of(body) or reason
     if status == 401:
-        what = f"the API server does not know you (401 {said})"
-        return NotSignedIn(Problem("launcher.context", what, "sign in again: kubectl auth whoami"))
+        return NotSignedIn(
+            Problem(
+                "launcher.context",
+                what=f"the API server does not know you (401 {said})",
+                remedy="sign in again: kubectl auth whoami",
+            )
+        )
     if status == 403 and "exceeded quota" in said:
-        remedy = "kubectl describe quota; ask for less, or wait until something else has ended"
-        what = f"the quota is used up: {said}"
-        return UserError.at("launcher.namespace", what, remedy, code="not-enough")
+        return UserError.at(
+            "launcher.namespace",
+            what=f"the quota is used up: {said}",
+            remedy="kubectl describe quota; ask for less, or wait until something else has ended",
+            code="not-enough",
+        )
     if status == 403 and "violates PodSecurity" in said:
-        remedy = "launcher.pod_security as the namespace allows it"
-        return UserError.at("launcher.pod_security", said, remedy, code="platform-refuses")
+        return UserError.at(
+            "launcher.pod_security",
+            what=said,
+            remedy="launcher.pod_security as the namespace allows it",
+            code="platform-refuses",
+        )
     if status == 403 and (
         ("namespace" in said and "not found" in said) or "being terminated" in said
     ):
-        return UserError.at("launcher.namespace", said, "kubectl get namespaces", code="not-found")
+        return UserError.at(
+            "launcher.namespace", what=said, remedy="kubectl get namespaces", code="not-found"
+        )
     if status == 403:
-        remedy = "docs/launchers/kubernetes.md has the role that you need"
-        return NoRight(Problem("launcher.namespace", f"you have no right to: {said}", remedy))
+        return NoRight(
+            Problem(
+                "launcher.namespace",
+                what=f"you have no right to: {said}",
+                remedy="docs/launchers/kubernetes.md has the role that you need",
+            )
+        )
     if status == 404 and said.startswith("namespaces "):
-        return UserError.at("launcher.namespace", said, "kubectl get namespaces", code="not-found")
+        return UserError.at(
+            "launcher.namespace", what=said, remedy="kubectl get namespaces", code="not-found"
+        )
     # Of a kind that it does not have the server says so in plain text.
     if status == 404 and "/trainjobs" in path and not said.startswith("trainjobs"):
-        what = "the cluster has no TrainJob (Kubeflow Trainer 2.2 or later)"
-        remedy = "launcher.kind=job, or install it"
-        return UserError.at("launcher.kind", what, remedy, code="not-installed")
+        return UserError.at(
+            "launcher.kind",
+            what="the cluster has no TrainJob (Kubeflow Trainer 2.2 or later)",
+            remedy="launcher.kind=job, or install it",
+            code="not-installed",
+        )
     if status == 404:
-        return Forgotten(Problem("launcher", said or f"{path} is not there"))
-    what = f"the API server refuses it ({status}): {said}"
+        return Forgotten(Problem("launcher", what=said or f"{path} is not there"))
     code = "exists-already" if status == 409 else "platform-refuses"
-    return UserError.at("launcher", what, code=code)
+    return UserError.at("launcher", what=f"the API server refuses it ({status}): {said}", code=code)
 
 
 def message_of(body: object) -> str:

@@ -99,8 +99,15 @@ class KubernetesJob(QueriedJob[JobObjects | StoredEnd]):
         except Forgotten:
             if kept := self._kept():
                 return kept
-            what = "the cluster does not know it: it was deleted, or has expired (launcher.ttl)"
-            raise Forgotten(Problem(self.handle, what)) from None
+            raise Forgotten(
+                Problem(
+                    self.handle,
+                    what=(
+                        "the cluster does not know it: it was deleted, "
+                        "or has expired (launcher.ttl)"
+                    ),
+                )
+            ) from None
         found = JobObjects(job, self.pods())
         if not states.verdict(found).state.ended:
             found = replace(found, events=self._events(found))
@@ -220,9 +227,12 @@ class KubernetesJob(QueriedJob[JobObjects | StoredEnd]):
 
     def _seen(self, store: Store | None) -> Store:
         if store is None:
-            what = "its store is a volume of the cluster, which this machine does not see"
-            remedy = "kubectl cp from a pod that mounts the claim"
-            raise UserError.at(self.handle, what, remedy, code="unreadable")
+            raise UserError.at(
+                self.handle,
+                what="its store is a volume of the cluster, which this machine does not see",
+                remedy="kubectl cp from a pod that mounts the claim",
+                code="unreadable",
+            )
         return store
 
     @functools.cached_property
@@ -318,7 +328,7 @@ class KubernetesJob(QueriedJob[JobObjects | StoredEnd]):
             if state is JobState.UNKNOWN and not self.reached:
                 silent_since = silent_since or time.monotonic()
                 if time.monotonic() - silent_since > self.patience:
-                    raise UserError.at(self.handle, self.why, code="unreachable")
+                    raise UserError.at(self.handle, what=self.why, code="unreachable")
             elif state is JobState.UNKNOWN:
                 return  # forgotten: `wait` says it
             else:
@@ -375,14 +385,20 @@ class KubernetesJob(QueriedJob[JobObjects | StoredEnd]):
     def _stored_logs(self) -> Iterator[str]:
         store = self.store()
         if store is None:
-            what = "its pods are gone, and with them their logs; its store is not seen from here"
-            remedy = "the ranks' logs are in the volume, in logs/"
-            raise UserError.at(self.handle, what, remedy, code="unreadable")
+            raise UserError.at(
+                self.handle,
+                what="its pods are gone, and with them their logs; its store is not seen from here",
+                remedy="the ranks' logs are in the volume, in logs/",
+                code="unreadable",
+            )
         try:
             names = [n for n in store.names(f"{self.folder}/logs/rank_") if n.endswith(".log")]
             if not names:
-                what = "its pods are gone, and the store has no log of it"
-                raise UserError.at(self.handle, what, code="not-found")
+                raise UserError.at(
+                    self.handle,
+                    what="its pods are gone, and the store has no log of it",
+                    code="not-found",
+                )
             for name in sorted(
                 names, key=lambda name: int("0" + "".join(filter(str.isdigit, name)))
             ):
@@ -391,7 +407,9 @@ class KubernetesJob(QueriedJob[JobObjects | StoredEnd]):
                 for line in store.read(name).decode(errors="replace").splitlines():
                     yield label + line
         except StoreError as error:
-            raise UserError.at(self.handle, str(error), error.remedy, code=error.code) from error
+            raise UserError.at(
+                self.handle, what=str(error), remedy=error.remedy, code=error.code
+            ) from error
 
 
 def state_is_waiting(pod: Object) -> bool:

@@ -73,18 +73,24 @@ class KubernetesLauncher(KubernetesSettings, LauncherBase[KubernetesRequest]):
     def request(self, spec: JobSpec) -> KubernetesRequest:
         request = KubernetesRequest(spec, self, self.namespace or "")
         if request.claim and spec.attempt > 1 and newest_checkpoint(Path(spec.store)):
-            what = "this run has checkpoints here, which cannot be copied into a volume"
-            remedy = "launcher.store=s3://... or azure://..., or start a new run"
-            raise UserError.at("launcher.store", what, remedy, code="unsupported")
+            raise UserError.at(
+                "launcher.store",
+                what="this run has checkpoints here, which cannot be copied into a volume",
+                remedy="launcher.store=s3://... or azure://..., or start a new run",
+                code="unsupported",
+            )
         return request
 
     def reach(self, request: KubernetesRequest) -> None:
         """Reads the kubeconfig, and says where the job will go. The cluster itself answers to the
         submission."""
         if self.files:
-            what = "is only for a dry run, but this command would send the job"
-            remedy = "add dry_run=true, or leave it out"
-            raise UserError.at("launcher.files", what, remedy, code="unsupported")
+            raise UserError.at(
+                "launcher.files",
+                what="is only for a dry run, but this command would send the job",
+                remedy="add dry_run=true, or leave it out",
+                code="unsupported",
+            )
         cluster = self.cluster(self.context)
         server = cluster.server
         namespace = self.namespace or cluster.namespace
@@ -102,8 +108,12 @@ class KubernetesLauncher(KubernetesSettings, LauncherBase[KubernetesRequest]):
     def attach(self, handle: str) -> KubernetesJob:
         match = HANDLE.fullmatch(handle)
         if match is None or match[3] not in KINDS:
-            form = "kubernetes://<context>/<namespace>/job/<name>"
-            raise UserError.at(handle, "is not a job on Kubernetes", form, code="wrong-kind")
+            raise UserError.at(
+                handle,
+                what="is not a job on Kubernetes",
+                remedy="kubernetes://<context>/<namespace>/job/<name>",
+                code="wrong-kind",
+            )
         context, namespace, kind, name, run, attempt = match.groups()
         known = None if context == "in-cluster" else unquote(context)
         named = Name(kind, unquote(namespace), name, unquote(run or ""), int(attempt or 0))

@@ -72,7 +72,9 @@ def _entries(value: object) -> object:
 def _store(value: str) -> str:
     if not STORE.fullmatch(value):
         raise Refused(
-            f"{value!r} is not an address of a store", REQUIRED["store"], code="wrong-kind"
+            what=f"{value!r} is not an address of a store",
+            remedy=REQUIRED["store"],
+            code="wrong-kind",
         )
     return value
 
@@ -234,17 +236,24 @@ class KubernetesSettings(LauncherSettings):
     def misfits(self, context: Mapping[str, Any]) -> Iterator[Problem]:
         for key, remedy in REQUIRED.items():
             if not getattr(self, key):
-                yield Problem(key, "missing", remedy, code="missing-key")
+                yield Problem(key, what="missing", remedy=remedy, code="missing-key")
         if self.ipc_lock and self.pod_security != "privileged":
-            what = f"the level {self.pod_security} forbids the capability IPC_LOCK"
-            remedy = "launcher.pod_security=privileged, if the namespace allows it"
-            yield Problem("ipc_lock", what, remedy, code="conflict")
+            yield Problem(
+                "ipc_lock",
+                what=f"the level {self.pod_security} forbids the capability IPC_LOCK",
+                remedy="launcher.pod_security=privileged, if the namespace allows it",
+                code="conflict",
+            )
         if self.gpu in self.resources:
             at = f"resources.{self.gpu}"
-            yield Problem(at, "distdl sets it", "trainer.devices=N", code="reserved")
+            yield Problem(at, what="distdl sets it", remedy="trainer.devices=N", code="reserved")
         if context["accelerator"] == "mps":
-            remedy = "trainer.accelerator=gpu or cpu"
-            yield Problem("_target_", "no pod has an mps device", remedy, code="unsupported")
+            yield Problem(
+                "_target_",
+                what="no pod has an mps device",
+                remedy="trainer.accelerator=gpu or cpu",
+                code="unsupported",
+            )
         yield from self._volumes()
         yield from self._secrets()
         yield from self._tolerations()
@@ -253,11 +262,19 @@ class KubernetesSettings(LauncherSettings):
         for name, entry in self.inputs.items():
             at = f"inputs.{name}"
             if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-                yield Problem(at, "is not a valid name", "letters, digits and _", code="wrong-type")
+                yield Problem(
+                    at,
+                    what="is not a valid name",
+                    remedy="letters, digits and _",
+                    code="wrong-type",
+                )
             elif not re.fullmatch(r"/.*|[a-z0-9]{2,}://.+", str(entry.get("path") or "")):
-                what = f"a pod cannot read {entry.get('path') or 'an empty path'}"
-                remedy = "/data/..., on a volume; or s3://, azure://"
-                yield Problem(at, what, remedy, code="unsupported")
+                yield Problem(
+                    at,
+                    what=f"a pod cannot read {entry.get('path') or 'an empty path'}",
+                    remedy="/data/..., on a volume; or s3://, azure://",
+                    code="unsupported",
+                )
 
     def _volumes(self) -> Iterator[Problem]:
         taken: dict[str, str] = {}
@@ -265,41 +282,76 @@ class KubernetesSettings(LauncherSettings):
             at = f"volumes.{name}"
             yield from _unknown(at, entry, VOLUME_KEYS)
             if not re.fullmatch(LABEL, name):
-                remedy = "small letters, digits and -"
-                yield Problem(at, "is not a valid name", remedy, code="wrong-type")
+                yield Problem(
+                    at,
+                    what="is not a valid name",
+                    remedy="small letters, digits and -",
+                    code="wrong-type",
+                )
             if not re.fullmatch(SUBDOMAIN, str(entry.get("claim") or "")):
-                what = f"{entry.get('claim')!r} is not a PersistentVolumeClaim"
-                yield Problem(f"{at}.claim", what, "kubectl get pvc", code="wrong-kind")
+                yield Problem(
+                    f"{at}.claim",
+                    what=f"{entry.get('claim')!r} is not a PersistentVolumeClaim",
+                    remedy="kubectl get pvc",
+                    code="wrong-kind",
+                )
             path = str(entry.get("path") or "")
             if not re.fullmatch(r"/[^:,\x00-\x1f\x7f]+", path) or ".." in path.split("/"):
-                what = f"{path!r} is not a folder in the pod"
-                yield Problem(f"{at}.path", what, "path: /data", code="wrong-kind")
+                yield Problem(
+                    f"{at}.path",
+                    what=f"{path!r} is not a folder in the pod",
+                    remedy="path: /data",
+                    code="wrong-kind",
+                )
             elif path.rstrip("/") in ("/dev/shm", *taken) or f"{path}/".startswith(
                 f"{OWN_FOLDER}/"
             ):
-                what = f"{path} is taken"
-                yield Problem(f"{at}.path", what, "choose another folder", code="conflict")
+                yield Problem(
+                    f"{at}.path",
+                    what=f"{path} is taken",
+                    remedy="choose another folder",
+                    code="conflict",
+                )
             taken[path.rstrip("/")] = name
             if not isinstance(entry.get("read_only", True), bool):
-                what = f"{entry['read_only']!r} is not true or false"
-                yield Problem(f"{at}.read_only", what, code="wrong-type")
+                yield Problem(
+                    f"{at}.read_only",
+                    what=f"{entry['read_only']!r} is not true or false",
+                    code="wrong-type",
+                )
 
     def _secrets(self) -> Iterator[Problem]:
         for name, entry in self.secrets.items():
             at = f"secrets.{name}"
             yield from _unknown(at, entry, SECRET_KEYS)
             if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-                what = "is not a valid variable name"
-                yield Problem(at, what, "letters, digits and _", code="wrong-type")
+                yield Problem(
+                    at,
+                    what="is not a valid variable name",
+                    remedy="letters, digits and _",
+                    code="wrong-type",
+                )
             if name in self.forward_env or name in self.env:
-                what = "is also in launcher.env or launcher.forward_env"
-                yield Problem(at, what, "leave one out", code="conflict")
+                yield Problem(
+                    at,
+                    what="is also in launcher.env or launcher.forward_env",
+                    remedy="leave one out",
+                    code="conflict",
+                )
             if not re.fullmatch(SUBDOMAIN, str(entry.get("secret") or "")):
-                what = f"{entry.get('secret')!r} is not the name of a Secret"
-                yield Problem(f"{at}.secret", what, "kubectl get secrets", code="wrong-kind")
+                yield Problem(
+                    f"{at}.secret",
+                    what=f"{entry.get('secret')!r} is not the name of a Secret",
+                    remedy="kubectl get secrets",
+                    code="wrong-kind",
+                )
             if not re.fullmatch(r"[A-Za-z0-9._-]{1,253}", str(entry.get("key") or "")):
-                what = f"{entry.get('key')!r} is not a key of a Secret"
-                yield Problem(f"{at}.key", what, "kubectl describe secret NAME", code="wrong-kind")
+                yield Problem(
+                    f"{at}.key",
+                    what=f"{entry.get('key')!r} is not a key of a Secret",
+                    remedy="kubectl describe secret NAME",
+                    code="wrong-kind",
+                )
 
     def _tolerations(self) -> Iterator[Problem]:
         for number, entry in enumerate(self.tolerations):
@@ -308,36 +360,64 @@ class KubernetesSettings(LauncherSettings):
             operator = entry.get("operator", "Equal")
             key = entry.get("key", "")
             if key and not (isinstance(key, str) and re.fullmatch(KEY, key)):
-                what = f"{key!r} is not a key of a taint"
-                yield Problem(f"{at}.key", what, "nvidia.com/gpu", code="wrong-kind")
+                yield Problem(
+                    f"{at}.key",
+                    what=f"{key!r} is not a key of a taint",
+                    remedy="nvidia.com/gpu",
+                    code="wrong-kind",
+                )
             yield from _one_of(f"{at}.operator", operator, OPERATORS)
             if operator == "Exists" and entry.get("value"):
-                what = "has no meaning with operator: Exists"
-                yield Problem(f"{at}.value", what, "leave it out", code="conflict")
+                yield Problem(
+                    f"{at}.value",
+                    what="has no meaning with operator: Exists",
+                    remedy="leave it out",
+                    code="conflict",
+                )
             if operator == "Equal" and not key:
-                remedy = "or operator: Exists, which tolerates all"
-                yield Problem(f"{at}.key", "missing", remedy, code="missing-key")
+                yield Problem(
+                    f"{at}.key",
+                    what="missing",
+                    remedy="or operator: Exists, which tolerates all",
+                    code="missing-key",
+                )
             value = entry.get("value", "")
             if not (isinstance(value, str) and re.fullmatch(VALUE, value)):
-                what = f"{value!r} is not a value of a taint"
-                yield Problem(f"{at}.value", what, 'value: "true"', code="wrong-kind")
+                yield Problem(
+                    f"{at}.value",
+                    what=f"{value!r} is not a value of a taint",
+                    remedy='value: "true"',
+                    code="wrong-kind",
+                )
             if "effect" in entry:
                 yield from _one_of(f"{at}.effect", entry["effect"], EFFECTS)
             seconds = entry.get("tolerationSeconds")
             if seconds is not None and (
                 type(seconds) is not int or entry.get("effect") != "NoExecute"
             ):
-                what = "has a meaning only with effect: NoExecute, as a number"
-                yield Problem(f"{at}.tolerationSeconds", what, "leave it out", code="conflict")
+                yield Problem(
+                    f"{at}.tolerationSeconds",
+                    what="has a meaning only with effect: NoExecute, as a number",
+                    remedy="leave it out",
+                    code="conflict",
+                )
 
 
 def _unknown(at: str, entry: Mapping[str, Any], known: tuple[str, ...]) -> Iterator[Problem]:
     for key in sorted(set(map(str, entry)) - set(known)):
-        hint = did_you_mean_word(key, known) or f"it has {', '.join(known)}"
-        yield Problem(f"{at}.{key}", "not a setting here", hint, code="unknown-key")
+        yield Problem(
+            f"{at}.{key}",
+            what="not a setting here",
+            remedy=did_you_mean_word(key, known) or f"it has {', '.join(known)}",
+            code="unknown-key",
+        )
 
 
 def _one_of(at: str, value: object, known: tuple[str, ...]) -> Iterator[Problem]:
     if value not in known:
-        hint = did_you_mean_word(str(value), known) or f"one of {', '.join(known)}"
-        yield Problem(at, f"{value!r} is not known", hint, code="wrong-choice")
+        yield Problem(
+            at,
+            what=f"{value!r} is not known",
+            remedy=did_you_mean_word(str(value), known) or f"one of {', '.join(known)}",
+            code="wrong-choice",
+        )

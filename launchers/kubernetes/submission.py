@@ -121,9 +121,14 @@ def packed(request: KubernetesRequest, whole: bool) -> bytes:
         if size > PART * MOST_PARTS:
             weights = Path(request.spec.bundle, INPUTS).exists()
             parts = "code and weights have" if weights else "the code has"
-            what = f"{parts} {size / 1e6:.1f} MB packed; {PART * MOST_PARTS / 1e6:.1f} MB fit"
-            remedy = "launcher.store=s3://... or azure://..., or launcher.code=FOLDER in the image"
-            raise UserError.at("launcher.store", what, remedy, code="out-of-range")
+            raise UserError.at(
+                "launcher.store",
+                what=f"{parts} {size / 1e6:.1f} MB packed; {PART * MOST_PARTS / 1e6:.1f} MB fit",
+                remedy=(
+                    "launcher.store=s3://... or azure://..., or launcher.code=FOLDER in the image"
+                ),
+                code="out-of-range",
+            )
         return archive.read_bytes()
 
 
@@ -143,7 +148,9 @@ def upload(request: KubernetesRequest) -> None:
             send_large(request, store, kept)
         send_history(request, store)
     except StoreError as error:
-        raise UserError.at("launcher.store", str(error), error.remedy, code=error.code) from error
+        raise UserError.at(
+            "launcher.store", what=str(error), remedy=error.remedy, code=error.code
+        ) from error
 
 
 def refuse_another_run(request: KubernetesRequest, store: Store) -> None:
@@ -151,9 +158,12 @@ def refuse_another_run(request: KubernetesRequest, store: Store) -> None:
     resume from that run's checkpoints."""
     config = Path(request.spec.bundle) / "config.yaml"
     if store.size("config.yaml") is not None and store.read("config.yaml") != config.read_bytes():
-        what = f"{request.key} has a run of the same name with another config"
-        remedy = "choose another name or launcher.store"
-        raise UserError.at("launcher.store", what, remedy, code="mismatch")
+        raise UserError.at(
+            "launcher.store",
+            what=f"{request.key} has a run of the same name with another config",
+            remedy="choose another name or launcher.store",
+            code="mismatch",
+        )
 
 
 def send_large(request: KubernetesRequest, store: Store, folders: Sequence[str]) -> None:

@@ -57,13 +57,20 @@ def problems(extra: Sequence[str]) -> Iterator[Problem]:
         if not word.startswith("-") or not name:
             continue
         if meant := reserved(name):
-            what = f"{word} is reserved for the launcher"
-            remedy = f"leave it out, and set {RESERVED[meant]}"
-            yield Problem("extra_args", what, remedy, code="reserved")
+            yield Problem(
+                "extra_args",
+                what=f"{word} is reserved for the launcher",
+                remedy=f"leave it out, and set {RESERVED[meant]}",
+                code="reserved",
+            )
         elif near := misspelt(name):
             dashes = word[: len(word) - len(word.lstrip("-"))]
-            what = f"{dashes}{name} is not an option of mpirun"
-            yield Problem("extra_args", what, f"did you mean {dashes}{near}?", code="unknown-key")
+            yield Problem(
+                "extra_args",
+                what=f"{dashes}{name} is not an option of mpirun",
+                remedy=f"did you mean {dashes}{near}?",
+                code="unknown-key",
+            )
 
 
 def misspelt(name: str) -> str:

@@ -125,7 +125,7 @@ def find_mpirun(mpirun: str) -> str:
     if path := shutil.which(mpirun):
         return path
     raise UserError.at(
-        "launcher.mpirun", f"there is no {mpirun} here", INSTALL, code="not-installed"
+        "launcher.mpirun", what=f"there is no {mpirun} here", remedy=INSTALL, code="not-installed"
     )
 
 
@@ -136,7 +136,7 @@ def detect(mpirun: str) -> str:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UserError.at(
-            "launcher.mpirun", f"{mpirun} --version: {error}", code="failed"
+            "launcher.mpirun", what=f"{mpirun} --version: {error}", code="failed"
         ) from None
     printed = done.stdout + done.stderr
     if "Intel(R) MPI" in printed:
@@ -148,9 +148,12 @@ def detect(mpirun: str) -> str:
     if version:
         return f"openmpi{version[1]}"
     first = next(iter(printed.strip().splitlines()), f"nothing (exit code {done.returncode})")
-    what = f"{mpirun} --version prints {first!r}, which is none of {', '.join(FLAVOURS)}"
-    remedy = "use one of these, or name the one that it resembles: launcher.flavour=mpich"
-    raise UserError.at("launcher.mpirun", what, remedy, code="failed")
+    raise UserError.at(
+        "launcher.mpirun",
+        what=f"{mpirun} --version prints {first!r}, which is none of {', '.join(FLAVOURS)}",
+        remedy="use one of these, or name the one that it resembles: launcher.flavour=mpich",
+        code="failed",
+    )
 
 
 def program(mpirun: str, flavour: str) -> str:

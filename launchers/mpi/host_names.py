@@ -82,7 +82,9 @@ def parse_hosts(entries: Sequence[str], slots: int) -> tuple[Host, ...]:
         try:
             hosts += _parse(str(entry).strip(), slots)
         except ValueError as error:
-            raise UserError.at("launcher.hosts", str(error), FORMS, code="wrong-kind") from None
+            raise UserError.at(
+                "launcher.hosts", what=str(error), remedy=FORMS, code="wrong-kind"
+            ) from None
     return _merged(hosts, "launcher.hosts")
 
 
@@ -91,13 +93,20 @@ def read_hostfile(path: str, slots: int) -> tuple[Host, ...]:
     try:
         lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
     except OSError as error:
-        remedy = "write one line per host, node1 slots=4; or set launcher.hosts=[node1:4,node2:4]"
         raise UserError.at(
-            "launcher.hostfile", f"{path}: {error.strerror}", remedy, code="unreadable"
+            "launcher.hostfile",
+            what=f"{path}: {error.strerror}",
+            remedy=(
+                "write one line per host, node1 slots=4; or set launcher.hosts=[node1:4,node2:4]"
+            ),
+            code="unreadable",
         ) from None
     except UnicodeDecodeError:
         raise UserError.at(
-            "launcher.hostfile", f"{path} is not text in UTF-8", LINES, code="damaged-file"
+            "launcher.hostfile",
+            what=f"{path} is not text in UTF-8",
+            remedy=LINES,
+            code="damaged-file",
         ) from None
     hosts: list[Host] = []
     problems: list[Problem] = []
@@ -105,10 +114,20 @@ def read_hostfile(path: str, slots: int) -> tuple[Host, ...]:
         try:
             hosts += _parse_line(line.partition("#")[0].strip(), slots)
         except ValueError as error:
-            what = f"{path}, line {number}: {error}"
-            problems.append(Problem("launcher.hostfile", what, LINES, code="wrong-kind"))
+            problems.append(
+                Problem(
+                    "launcher.hostfile",
+                    what=f"{path}, line {number}: {error}",
+                    remedy=LINES,
+                    code="wrong-kind",
+                )
+            )
     if not hosts and not problems:
-        problems = [Problem("launcher.hostfile", f"{path} names no host", LINES, code="wrong-kind")]
+        problems = [
+            Problem(
+                "launcher.hostfile", what=f"{path} names no host", remedy=LINES, code="wrong-kind"
+            )
+        ]
     if problems:
         raise UserError(*problems)
     return _merged(hosts, "launcher.hostfile")
@@ -185,8 +204,12 @@ def _merged(hosts: Iterable[Host], key: str) -> tuple[Host, ...]:
     for host in hosts:
         before = merged.get(host.name, replace(host, slots=0))
         if before.user != host.user:
-            what = f"{before.destination} and {host.destination} are one host with two users"
-            raise UserError.at(key, what, "name one of them", code="ambiguous")
+            raise UserError.at(
+                key,
+                what=f"{before.destination} and {host.destination} are one host with two users",
+                remedy="name one of them",
+                code="ambiguous",
+            )
         merged[host.name] = replace(host, slots=before.slots + host.slots)
     return tuple(merged.values())
 

@@ -52,9 +52,11 @@ def _other_user(host: Host) -> Problem | None:
     me = pwd.getpwuid(os.geteuid()).pw_name
     if host.user == me:
         return None
-    what = f"{host.destination} is this machine, where mpirun starts the ranks as {me}"
     return Problem(
-        "launcher.hosts", what, f"write {host.name}, or submit as {host.user}", code="mismatch"
+        "launcher.hosts",
+        what=f"{host.destination} is this machine, where mpirun starts the ranks as {me}",
+        remedy=f"write {host.name}, or submit as {host.user}",
+        code="mismatch",
     )
 
 
@@ -89,7 +91,9 @@ class Setup:
         if len(others) < len(hosts) and shutil.which(self.python) is None:
             problems.append(
                 Problem(
-                    "launcher.python", f"this machine has no {self.python}", code="not-installed"
+                    "launcher.python",
+                    what=f"this machine has no {self.python}",
+                    code="not-installed",
                 )
             )
         if problems:
@@ -115,37 +119,45 @@ class Setup:
         except subprocess.TimeoutExpired:
             return Problem(
                 "launcher.hosts",
-                f"{host} does not answer within {REPLY_SECONDS:.0f} s",
+                what=f"{host} does not answer within {REPLY_SECONDS:.0f} s",
                 code="unreachable",
             )
         if done.returncode:
             why = done.stderr.strip() or f"exit code {done.returncode}"
-            remedy = f"this must work without a password: {self.ssh} {host} true"
             return Problem(
-                "launcher.hosts", f"{host} cannot be reached: {why}", remedy, code="unreachable"
+                "launcher.hosts",
+                what=f"{host} cannot be reached: {why}",
+                remedy=f"this must work without a password: {self.ssh} {host} true",
+                code="unreachable",
             )
         lacks = done.stdout.splitlines()
         if "no python" in lacks:
-            remedy = "install the same environment there, or write launcher.python=PATH"
             return Problem(
-                "launcher.python", f"{host} has no {self.python}", remedy, code="not-installed"
+                "launcher.python",
+                what=f"{host} has no {self.python}",
+                remedy="install the same environment there, or write launcher.python=PATH",
+                code="not-installed",
             )
         if "no address" in lacks:
-            what = f"{host} finds no address of {self.main}, where rank 0 is (MASTER_ADDR)"
             return Problem(
                 path="launcher.hosts",
-                what=what,
-                remedy="name that host by its address, or by a name that DNS or /etc/hosts knows; "
-                "ssh alone knows the names of ~/.ssh/config",
+                what=f"{host} finds no address of {self.main}, where rank 0 is (MASTER_ADDR)",
+                remedy=(
+                    "name that host by its address, or by a name that DNS or /etc/hosts knows; "
+                    "ssh alone knows the names of ~/.ssh/config"
+                ),
                 code="unreachable",
             )
         if "no code" not in lacks:
             return None
         if self.copy:
             return self.copy_bundle(host)
-        what = f"{host} does not see {self.bundle}: this folder is not on a shared file system"
-        remedy = "choose another output_dir, or write launcher.copy_bundle=true"
-        return Problem("launcher.copy_bundle", what, remedy, code="unreadable")
+        return Problem(
+            "launcher.copy_bundle",
+            what=f"{host} does not see {self.bundle}: this folder is not on a shared file system",
+            remedy="choose another output_dir, or write launcher.copy_bundle=true",
+            code="unreadable",
+        )
 
     def copy_bundle(self, host: str) -> Problem | None:
         """Copies the bundle to the same path on a host, completely or not at all."""
@@ -157,8 +169,11 @@ class Setup:
             done = self.run(host, unpack, stdin=tar.stdout)
         if not done.returncode and not tar.returncode:
             return None
-        what = f"the bundle could not be copied to {host}: {done.stderr.strip()}"
-        return Problem("launcher.copy_bundle", what, code="failed")
+        return Problem(
+            "launcher.copy_bundle",
+            what=f"the bundle could not be copied to {host}: {done.stderr.strip()}",
+            code="failed",
+        )
 
     def run(self, host: str, script: str, **options: object) -> subprocess.CompletedProcess[str]:
         """Runs a line of sh on a host, whatever the login shell is there."""

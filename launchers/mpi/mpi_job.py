@@ -32,17 +32,26 @@ class MpiJob(JobBase):
         match = re.fullmatch(r"mpi://([^/]*)(/.+)", handle)
         if match is None:
             raise UserError.at(
-                handle, "is not an mpi job", "mpi://<host>/<attempt folder>", code="wrong-kind"
+                handle,
+                what="is not an mpi job",
+                remedy="mpi://<host>/<attempt folder>",
+                code="wrong-kind",
             )
         job = cls(Path(match[2]))
         host = job.record().get("host")
         if host is None:
-            what = f"{job.folder} has no {RECORD} on this machine, so no job was started there"
-            remedy = f"if the job is on {match[1]}, run this command there" if match[1] else ""
-            raise UserError.at(handle, what, remedy, code="not-found")
+            raise UserError.at(
+                handle,
+                what=f"{job.folder} has no {RECORD} on this machine, so no job was started there",
+                remedy=f"if the job is on {match[1]}, run this command there" if match[1] else "",
+                code="not-found",
+            )
         if host != match[1]:
             raise UserError.at(
-                handle, f"the job of that folder is on {host}", job.handle, code="mismatch"
+                handle,
+                what=f"the job of that folder is on {host}",
+                remedy=job.handle,
+                code="mismatch",
             )
         return job
 
@@ -102,8 +111,12 @@ class MpiJob(JobBase):
         if "exit_code" in record or not record:
             return
         if record["host"] != socket.gethostname():
-            what = f"mpirun runs on {record['host']}, not on {socket.gethostname()}"
-            raise UserError.at(self.handle, what, "cancel the job there", code="unsupported")
+            raise UserError.at(
+                self.handle,
+                what=f"mpirun runs on {record['host']}, not on {socket.gethostname()}",
+                remedy="cancel the job there",
+                code="unsupported",
+            )
         if self._is_supervised(record):
             os.kill(record["pid"], number)
 

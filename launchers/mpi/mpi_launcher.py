@@ -152,22 +152,31 @@ class MpiLauncher(LauncherSettings, LauncherBase[MpiRequest]):
                 yield from relative(error.problems)
         interfaces = sorted(name for _, name in socket.if_nameindex())
         if self.interface and self.interface not in interfaces:
-            what = f"this machine has no interface {self.interface}"
-            yield Problem("interface", what, f"one of {', '.join(interfaces)}", code="wrong-choice")
+            yield Problem(
+                "interface",
+                what=f"this machine has no interface {self.interface}",
+                remedy=f"one of {', '.join(interfaces)}",
+                code="wrong-choice",
+            )
         try:
             program = (shlex.split(self.ssh) or [""])[0]
             if (self.hosts or self.hostfile) and shutil.which(program) is None:
                 yield Problem(
                     "ssh",
-                    f"this machine has no {program}",
-                    "launcher.ssh=ssh",
+                    what=f"this machine has no {program}",
+                    remedy="launcher.ssh=ssh",
                     code="not-installed",
                 )
         except ValueError as error:
-            yield Problem("ssh", f"{self.ssh!r}: {error}", "launcher.ssh=ssh", code="wrong-kind")
+            yield Problem(
+                "ssh", what=f"{self.ssh!r}: {error}", remedy="launcher.ssh=ssh", code="wrong-kind"
+            )
         if self.hosts and self.hostfile:
             yield Problem(
-                "hostfile", "launcher.hosts is set too", "set only one of the two", code="conflict"
+                "hostfile",
+                what="launcher.hosts is set too",
+                remedy="set only one of the two",
+                code="conflict",
             )
             return
         try:
@@ -177,29 +186,43 @@ class MpiLauncher(LauncherSettings, LauncherBase[MpiRequest]):
             return
         key = "hostfile" if self.hostfile else "hosts"
         if len(hosts) != nodes and (self.hosts or self.hostfile):
-            what = f"names {len(hosts)} hosts, but trainer.num_nodes is {nodes}"
-            yield Problem(key, what, f"trainer.num_nodes={len(hosts)}", code="conflict")
-        elif len(hosts) != nodes:
-            remedy = f"launcher.hosts=[{','.join(f'node{i + 1}' for i in range(min(nodes, 3)))}]"
             yield Problem(
-                key, f"missing, but trainer.num_nodes is {nodes}", remedy, code="missing-key"
+                key,
+                what=f"names {len(hosts)} hosts, but trainer.num_nodes is {nodes}",
+                remedy=f"trainer.num_nodes={len(hosts)}",
+                code="conflict",
+            )
+        elif len(hosts) != nodes:
+            yield Problem(
+                key,
+                what=f"missing, but trainer.num_nodes is {nodes}",
+                remedy=f"launcher.hosts=[{','.join(f'node{i + 1}' for i in range(min(nodes, 3)))}]",
+                code="missing-key",
             )
         main = {"MASTER_ADDR": hosts[0].name, **self.env}["MASTER_ADDR"]
         if len(hosts) > 1 and main == LOCALHOST:
-            what = f"the first is {LOCALHOST}, which each of the others would take for itself"
             yield Problem(
-                key, what, f"write its name, such as {socket.gethostname()}", code="conflict"
+                key,
+                what=f"the first is {LOCALHOST}, which each of the others would take for itself",
+                remedy=f"write its name, such as {socket.gethostname()}",
+                code="conflict",
             )
         if odd := [host.entry for host in hosts if host.slots != devices]:
-            what = f"{', '.join(odd)}, but trainer.devices is {devices}"
-            yield Problem(key, what, "every host needs one slot per device", code="conflict")
+            yield Problem(
+                key,
+                what=f"{', '.join(odd)}, but trainer.devices is {devices}",
+                remedy="every host needs one slot per device",
+                code="conflict",
+            )
 
     def starts_to_know(self) -> Iterator[Problem]:
         """What a request starts a program for that the config names, so that a dry run has none."""
         if self.flavour == "auto" and self.mpirun != MPIRUN:
-            what = f"a dry run does not start {self.mpirun} to see which kind of mpirun it is"
             yield Problem(
-                "launcher.flavour", what, f"write one of {', '.join(FLAVOURS)}", code="missing-key"
+                "launcher.flavour",
+                what=f"a dry run does not start {self.mpirun} to see which kind of mpirun it is",
+                remedy=f"write one of {', '.join(FLAVOURS)}",
+                code="missing-key",
             )
 
     def chosen_hosts(self, devices: int) -> tuple[Host, ...]:

@@ -84,9 +84,11 @@ def aws_errors() -> Iterator[None]:
         from boto3.exceptions import Boto3Error
         from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError
     except ImportError:
-        remedy = "pip install 'distdl[sagemaker]'"
         raise UserError.at(
-            "launcher", "boto3 is not installed", remedy, code="not-installed"
+            "launcher",
+            what="boto3 is not installed",
+            remedy="pip install 'distdl[sagemaker]'",
+            code="not-installed",
         ) from None
     try:
         yield
@@ -100,7 +102,9 @@ def aws_errors() -> Iterator[None]:
     except (BotoCoreError, Boto3Error) as error:
         name = type(error).__name__
         if name in NO_CREDENTIALS:
-            raise NotSignedIn.at("launcher", f"no AWS credentials: {error}", SIGN_IN) from None
+            raise NotSignedIn.at(
+                "launcher", what=f"no AWS credentials: {error}", remedy=SIGN_IN
+            ) from None
         unknown = "unreachable" if isinstance(error, HTTPClientError) else "failed"
         path, remedy, code = ABOUT.get(name, ("launcher", "", unknown))
-        raise UserError.at(path, f"AWS: {error}", remedy, code=code) from None
+        raise UserError.at(path, what=f"AWS: {error}", remedy=remedy, code=code) from None

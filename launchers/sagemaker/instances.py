@@ -53,18 +53,29 @@ def misfits(name: str, at: str, context: Mapping[str, Any]) -> Iterator[Problem]
     if instance is None:
         if not _is_newer_than_the_file(name):
             near = did_you_mean_word(name, instances())
-            hint = near or "names begin with ml., e.g. ml.g5.12xlarge"
-            yield Problem(at, f"SageMaker has no instance type {name}", hint, code="wrong-choice")
+            yield Problem(
+                at,
+                what=f"SageMaker has no instance type {name}",
+                remedy=near or "names begin with ml., e.g. ml.g5.12xlarge",
+                code="wrong-choice",
+            )
     elif wants_gpu and not instance.gpus:
-        remedy = "choose a type of ml.g or ml.p, or write trainer.accelerator=cpu"
-        yield Problem(at, f"{name} has no GPU", remedy, code="not-enough")
+        yield Problem(
+            at,
+            what=f"{name} has no GPU",
+            remedy="choose a type of ml.g or ml.p, or write trainer.accelerator=cpu",
+            code="not-enough",
+        )
     elif wants_gpu and devices > instance.gpus:
         larger = [i.name for i in alike(instance) if i.gpus >= devices]
         hint = f", or launcher.{at}={larger[0]}" if larger else ""
         yield Problem(
             at,
-            f"{name} has {instance.gpus} {instance.gpu.split()[0]}, but trainer.devices={devices}",
-            f"trainer.devices={instance.gpus} trainer.num_nodes=HOSTS{hint}",
+            what=(
+                f"{name} has {instance.gpus} {instance.gpu.split()[0]}, "
+                f"but trainer.devices={devices}"
+            ),
+            remedy=f"trainer.devices={instance.gpus} trainer.num_nodes=HOSTS{hint}",
             code="conflict",
         )
 

@@ -80,7 +80,7 @@ def problems(body: Mapping[str, Any], settings: SageMakerSettings) -> list[Probl
         if isinstance(each.value, Sized) and isinstance(setting, (list, dict)):
             own = len(each.value) - len(setting)
             what += f" (distdl adds {own} of its own)" if own > 0 else ""
-        found.setdefault(path, Problem(path, what, each.remedy, code=each.code))
+        found.setdefault(path, Problem(path, what=what, remedy=each.remedy, code=each.code))
     return list(found.values())
 
 

@@ -84,14 +84,24 @@ class HostedEndpoint(Platform[SageMakerLauncher]):
         """All that is wrong with the settings and options. `types`: those of instances."""
         for key in ("role", "bucket"):
             if not getattr(self.launcher, key):
-                yield Problem(f"launcher.{key}", "missing", REQUIRED[key], code="missing-key")
+                yield Problem(
+                    f"launcher.{key}", what="missing", remedy=REQUIRED[key], code="missing-key"
+                )
         if not self.options.image:
-            remedy = "--image ADDRESS; launchers/sagemaker/endpoint/Dockerfile builds one"
-            yield Problem("--image", "missing", remedy, code="missing-key")
+            yield Problem(
+                "--image",
+                what="missing",
+                remedy="--image ADDRESS; launchers/sagemaker/endpoint/Dockerfile builds one",
+                code="missing-key",
+            )
         chosen = self.options.instance_type
         if chosen not in types:
-            remedy = did_you_mean_word(chosen, types)
-            yield Problem("--instance-type", f"there is no {chosen}", remedy, code="wrong-choice")
+            yield Problem(
+                "--instance-type",
+                what=f"there is no {chosen}",
+                remedy=did_you_mean_word(chosen, types),
+                code="wrong-choice",
+            )
 
     def key(self, name: str) -> str:
         """Of the model in the bucket."""
@@ -147,9 +157,11 @@ class HostedEndpoint(Platform[SageMakerLauncher]):
             self.client.get_waiter("endpoint_in_service").wait(EndpointName=endpoint)
         now = self.client.describe_endpoint(EndpointName=endpoint)
         if now["EndpointStatus"] != "InService" or now["EndpointConfigName"] != config:
-            logs = f"aws logs tail /aws/sagemaker/Endpoints/{endpoint}"
             raise NotDeployed.at(
-                endpoint, now.get("FailureReason", now["EndpointStatus"]), logs, code="failed"
+                endpoint,
+                what=now.get("FailureReason", now["EndpointStatus"]),
+                remedy=f"aws logs tail /aws/sagemaker/Endpoints/{endpoint}",
+                code="failed",
             )
 
     def move(self, name: str) -> None:
@@ -175,7 +187,7 @@ def refuse_forbidden(violations: Iterable[limits.Violation]) -> None:
     for each in violations:
         fields = [step for step in each.where if step in WRITTEN_AS]
         at = WRITTEN_AS[fields[-1]] if fields else "--name"
-        raise UserError.at(at, each.what, each.remedy, code=each.code)
+        raise UserError.at(at, what=each.what, remedy=each.remedy, code=each.code)
 
 
 class Transform(HostedEndpoint):
@@ -192,8 +204,12 @@ class Transform(HostedEndpoint):
         yield from super().problems(types)
         for flag in ("--input", "--output"):
             if not str(getattr(self.options, flag.strip("-"))).startswith("s3://"):
-                remedy = f"{flag} s3://BUCKET/FOLDER"
-                yield Problem(flag, "must be in S3", remedy, code="wrong-type")
+                yield Problem(
+                    flag,
+                    what="must be in S3",
+                    remedy=f"{flag} s3://BUCKET/FOLDER",
+                    code="wrong-type",
+                )
 
     def use(self, name: str) -> dict[str, dict[str, Any]]:
         options = self.options
@@ -218,7 +234,7 @@ class Transform(HostedEndpoint):
         """The job has started."""
 
     def delete(self, names: Iterable[str]) -> None:
-        raise UserError.at("--delete", "a transform job ends by itself", code="unsupported")
+        raise UserError.at("--delete", what="a transform job ends by itself", code="unsupported")
 
 
 KINDS = (HostedEndpoint, Transform)

@@ -96,7 +96,7 @@ class SageMakerJob(QueriedJob[Mapping[str, Any]]):
             except Exception as error:  # botocore makes its classes at run time
                 # "ValidationException: Requested resource not found."
                 if re.search("not found|could not find", str(error), re.IGNORECASE):
-                    raise Forgotten(Problem(self.handle, "unknown to SageMaker")) from None
+                    raise Forgotten(Problem(self.handle, what="unknown to SageMaker")) from None
                 raise
 
     def exists(self) -> bool:
@@ -221,7 +221,7 @@ class SageMakerJob(QueriedJob[Mapping[str, Any]]):
     @functools.cached_property
     def _store(self) -> str:
         if not (uri := (self.describe().get("CheckpointConfig") or {}).get("S3Uri")):
-            raise UserError.at(self.handle, "has no store", code="incomplete")
+            raise UserError.at(self.handle, what="has no store", code="incomplete")
         return str(uri)
 
     @functools.cached_property

@@ -110,7 +110,10 @@ class SageMakerLauncher(SageMakerSettings, LauncherBase[SageMakerRequest]):
     def attach(self, handle: str) -> SageMakerJob:
         if not (match := re.fullmatch(rf"{SCHEME}([a-z0-9-]+)/([A-Za-z0-9-]+)", handle)):
             raise UserError.at(
-                handle, "is not a SageMaker job", f"{SCHEME}<region>/<job name>", code="wrong-kind"
+                handle,
+                what="is not a SageMaker job",
+                remedy=f"{SCHEME}<region>/<job name>",
+                code="wrong-kind",
             )
         aws = self._regions.setdefault(match[1], Aws(match[1], self.aws.profile))
         return SageMakerJob(match[2], aws)

@@ -66,8 +66,11 @@ PREFIX = matching(
 def _bucket(value: str) -> str:
     if not re.fullmatch(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", value):
         name = value.removeprefix("s3://").partition("/")[0]
-        remedy = f"launcher.bucket={name}; a folder in it is launcher.prefix"
-        raise Refused(f"{value} is not the name of a bucket", remedy, code="wrong-kind")
+        raise Refused(
+            what=f"{value} is not the name of a bucket",
+            remedy=f"launcher.bucket={name}; a folder in it is launcher.prefix",
+            code="wrong-kind",
+        )
     return value
 
 
@@ -75,7 +78,9 @@ def _at_most(days: int) -> AfterValidator:
     def validate(seconds: int) -> int:
         if seconds > days * DAY:
             raise Refused(
-                f"{seconds} s is more than {days} days", walltime.FORMS, code="out-of-range"
+                what=f"{seconds} s is more than {days} days",
+                remedy=walltime.FORMS,
+                code="out-of-range",
             )
         return seconds
 
@@ -89,8 +94,8 @@ def _metric(name: str, pattern: object) -> Iterator[Problem]:
     if not isinstance(pattern, str):
         yield Problem(
             at,
-            f"{pattern!r} is not a regular expression: it is not a text",
-            remedy,
+            what=f"{pattern!r} is not a regular expression: it is not a text",
+            remedy=remedy,
             code="wrong-type",
         )
         return
@@ -98,12 +103,19 @@ def _metric(name: str, pattern: object) -> Iterator[Problem]:
         groups = re.compile(pattern).groups
     except re.error as error:
         yield Problem(
-            at, f"{pattern!r} is not a regular expression: {error}", remedy, code="wrong-kind"
+            at,
+            what=f"{pattern!r} is not a regular expression: {error}",
+            remedy=remedy,
+            code="wrong-kind",
         )
         return
     if groups != 1:
-        what = f"{pattern!r} has {groups} groups; the value is what its one group ( ) finds"
-        yield Problem(at, what, remedy, code="wrong-kind")
+        yield Problem(
+            at,
+            what=f"{pattern!r} has {groups} groups; the value is what its one group ( ) finds",
+            remedy=remedy,
+            code="wrong-kind",
+        )
 
 
 class SageMakerSettings(LauncherSettings):
@@ -208,7 +220,7 @@ class SageMakerSettings(LauncherSettings):
     def misfits(self, context: Mapping[str, Any]) -> Iterator[Problem]:
         for key, remedy in REQUIRED.items():
             if not getattr(self, key) and not (key == "instance_type" and self.instance_groups):
-                yield Problem(key, "missing", remedy, code="missing-key")
+                yield Problem(key, what="missing", remedy=remedy, code="missing-key")
         if self.instance_groups:
             yield from self._groups(context)
         elif self.instance_type:
@@ -216,79 +228,105 @@ class SageMakerSettings(LauncherSettings):
         for name, pattern in self.metrics.items():
             yield from _metric(name, pattern)
         if self.network_isolation and self.forward_env:
-            what = "an isolated container reaches no Secrets Manager, so forward_env cannot be read"
-            yield Problem("network_isolation", what, "launcher.forward_env=[]", code="conflict")
+            yield Problem(
+                "network_isolation",
+                what=(
+                    "an isolated container reaches no Secrets Manager, "
+                    "so forward_env cannot be read"
+                ),
+                remedy="launcher.forward_env=[]",
+                code="conflict",
+            )
         if self.max_wait is not None and not self.spot:
             yield Problem(
-                "max_wait", "applies only to spot jobs", "launcher.spot=true", code="unsupported"
+                "max_wait",
+                what="applies only to spot jobs",
+                remedy="launcher.spot=true",
+                code="unsupported",
             )
         elif self.max_wait is not None and self.max_wait < self.walltime:
-            what = (
-                f"{self.max_wait} s must cover waiting and running, but walltime alone is "
-                f"{self.walltime} s"
-            )
             yield Problem(
                 "max_wait",
-                what,
-                "launcher.max_wait=null is twice the walltime",
+                what=(
+                    f"{self.max_wait} s must cover waiting and running, but walltime alone is "
+                    f"{self.walltime} s"
+                ),
+                remedy="launcher.max_wait=null is twice the walltime",
                 code="out-of-range",
             )
         if self.keep_alive and self.spot:
             yield Problem(
                 "keep_alive",
-                "spot instances cannot be kept warm",
-                "launcher.keep_alive=0",
+                what="spot instances cannot be kept warm",
+                remedy="launcher.keep_alive=0",
                 code="unsupported",
             )
         for missing, other in permutations(("subnets", "security_groups")):
             if getattr(self, other) and not getattr(self, missing):
                 yield Problem(
                     missing,
-                    f"missing, but launcher.{other} is set",
-                    "a VPC needs both",
+                    what=f"missing, but launcher.{other} is set",
+                    remedy="a VPC needs both",
                     code="missing-key",
                 )
         yield from self._inputs()
 
     def _groups(self, context: Mapping[str, Any]) -> Iterator[Problem]:
         if self.instance_type:
-            what = "each of launcher.instance_groups has its own type"
-            yield Problem("instance_type", what, "launcher.instance_type=null", code="reserved")
+            yield Problem(
+                "instance_type",
+                what="each of launcher.instance_groups has its own type",
+                remedy="launcher.instance_type=null",
+                code="reserved",
+            )
         hosts = 0
         for name, group in self.instance_groups.items():
             at = f"instance_groups.{name}"
             for key in sorted(set(group) - set(GROUP_KEYS)):
                 yield Problem(
                     f"{at}.{key}",
-                    "not a setting of a group",
-                    did_you_mean_word(key, GROUP_KEYS),
+                    what="not a setting of a group",
+                    remedy=did_you_mean_word(key, GROUP_KEYS),
                     code="unknown-key",
                 )
             kind = group.get("instance_type")
             count = group.get("count", 1)
             if not isinstance(kind, str):
                 yield Problem(
-                    f"{at}.instance_type", "missing", REQUIRED["instance_type"], code="missing-key"
+                    f"{at}.instance_type",
+                    what="missing",
+                    remedy=REQUIRED["instance_type"],
+                    code="missing-key",
                 )
             else:
                 yield from instances.misfits(kind, f"{at}.instance_type", context)
             if type(count) is not int or count < 1:
                 yield Problem(
                     f"{at}.count",
-                    f"{count!r} is not a number of hosts",
-                    "write 1 or more",
+                    what=f"{count!r} is not a number of hosts",
+                    remedy="write 1 or more",
                     code="wrong-type",
                 )
                 return
             hosts += count
         if hosts != context["num_nodes"]:
-            what = f"{hosts} hosts in all, but trainer.num_nodes is {context['num_nodes']}"
-            yield Problem("instance_groups", what, f"trainer.num_nodes={hosts}", code="conflict")
+            yield Problem(
+                "instance_groups",
+                what=f"{hosts} hosts in all, but trainer.num_nodes is {context['num_nodes']}",
+                remedy=f"trainer.num_nodes={hosts}",
+                code="conflict",
+            )
 
     def _inputs(self) -> Iterator[Problem]:
         if len(self.inputs) > MOST_INPUTS:
-            what = f"{len(self.inputs)} inputs, but SageMaker allows {MOST_INPUTS} besides the code"
-            yield Problem("inputs", what, code="out-of-range")
+            yield Problem(
+                "inputs",
+                what=(
+                    f"{len(self.inputs)} inputs, but SageMaker allows {MOST_INPUTS} besides the "
+                    "code"
+                ),
+                code="out-of-range",
+            )
         yield from unknown_keys(self.inputs, INPUT_KEYS)
         for name, entry in self.inputs.items():
             path = str(entry.get("path") or "")
@@ -296,35 +334,51 @@ class SageMakerSettings(LauncherSettings):
             at = f"inputs.{name}"
             modes = DISK_MODES if on_disk else S3_MODES
             if name == BUNDLE or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,63}", name):
-                what = "is reserved for the code" if name == BUNDLE else "is not a valid input name"
+                what = "is not a valid input name"
+                if name == BUNDLE:
+                    what = "is reserved for the code"
                 yield Problem(
                     at,
-                    what,
-                    "use letters, digits and _, but not the name bundle",
+                    what=what,
+                    remedy="use letters, digits and _, but not the name bundle",
                     code="wrong-type",
                 )
             if on_disk and not FILE_SYSTEM.fullmatch(path):
                 yield Problem(
                     at,
-                    f"{path} names no file system",
-                    "write efs://fs-0123456789/dir",
+                    what=f"{path} names no file system",
+                    remedy="write efs://fs-0123456789/dir",
                     code="wrong-kind",
                 )
             elif on_disk and NO_MOUNT.fullmatch(path):
-                what = f"{path} lacks the name of the file system's mount"
-                remedy = f"{path.rstrip('/')}/MOUNT/folder: `aws fsx describe-file-systems` has it"
-                yield Problem(at, what, remedy, code="incomplete")
-            elif not on_disk and not re.fullmatch(r"s3://[^/]+/?.*", path):
-                what = f"a SageMaker job cannot read {path or 'an empty path'}"
-                remedy = f"aws s3 sync {path or 'FOLDER'} s3://BUCKET/FOLDER, and write that URI"
-                yield Problem(at, what, remedy, code="unsupported")
-            elif (mode := mode_of(entry)) not in modes:
-                hint = f"{did_you_mean_word(mode, modes)} one of {', '.join(modes)}".strip()
-                yield Problem(f"{at}.mode", f"{mode!r} is not a mode", hint, code="wrong-choice")
-            elif on_disk and not (self.subnets and self.security_groups):
-                remedy = "launcher.subnets=[subnet-...] launcher.security_groups=[sg-...]"
                 yield Problem(
-                    at, f"{path} can be reached only inside its VPC", remedy, code="unsupported"
+                    at,
+                    what=f"{path} lacks the name of the file system's mount",
+                    remedy=(
+                        f"{path.rstrip('/')}/MOUNT/folder: `aws fsx describe-file-systems` has it"
+                    ),
+                    code="incomplete",
+                )
+            elif not on_disk and not re.fullmatch(r"s3://[^/]+/?.*", path):
+                yield Problem(
+                    at,
+                    what=f"a SageMaker job cannot read {path or 'an empty path'}",
+                    remedy=f"aws s3 sync {path or 'FOLDER'} s3://BUCKET/FOLDER, and write that URI",
+                    code="unsupported",
+                )
+            elif (mode := mode_of(entry)) not in modes:
+                yield Problem(
+                    f"{at}.mode",
+                    what=f"{mode!r} is not a mode",
+                    remedy=f"{did_you_mean_word(mode, modes)} one of {', '.join(modes)}".strip(),
+                    code="wrong-choice",
+                )
+            elif on_disk and not (self.subnets and self.security_groups):
+                yield Problem(
+                    at,
+                    what=f"{path} can be reached only inside its VPC",
+                    remedy="launcher.subnets=[subnet-...] launcher.security_groups=[sg-...]",
+                    code="unsupported",
                 )
             yield from self._parts(at, entry)
 
@@ -332,25 +386,35 @@ class SageMakerSettings(LauncherSettings):
         """Problems of what each host gets of an input."""
         for key in ("sharded", "groups"):
             if entry.get(key) and is_on_disk(entry):
-                what = "every host sees the whole file system"
                 yield Problem(
-                    f"{at}.{key}", what, "leave it out, or use an input on S3", code="unsupported"
+                    f"{at}.{key}",
+                    what="every host sees the whole file system",
+                    remedy="leave it out, or use an input on S3",
+                    code="unsupported",
                 )
         if not isinstance(entry.get("sharded", False), bool):
             yield Problem(
-                f"{at}.sharded", f"{entry['sharded']!r} is not true or false", code="wrong-type"
+                f"{at}.sharded",
+                what=f"{entry['sharded']!r} is not true or false",
+                code="wrong-type",
             )
         groups = entry.get("groups") or []
         if not isinstance(groups, list):
             yield Problem(
-                f"{at}.groups", f"{groups!r} is not a list", f"write [{groups}]", code="wrong-type"
+                f"{at}.groups",
+                what=f"{groups!r} is not a list",
+                remedy=f"write [{groups}]",
+                code="wrong-type",
             )
             return
         for name in groups:
             if name not in self.instance_groups:
-                hint = did_you_mean_word(name, self.instance_groups) or "launcher.instance_groups"
                 yield Problem(
-                    f"{at}.groups", f"there is no instance group {name}", hint, code="wrong-choice"
+                    f"{at}.groups",
+                    what=f"there is no instance group {name}",
+                    remedy=did_you_mean_word(name, self.instance_groups)
+                    or "launcher.instance_groups",
+                    code="wrong-choice",
                 )
 
 

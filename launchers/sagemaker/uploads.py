@@ -56,9 +56,11 @@ def refuse_another_run(request: SageMakerRequest, aws: Aws) -> None:
             return
         raise
     if stored != config.read_bytes():
-        what = f"{request.uri(request.key)} has a run of the same name with another config"
         raise UserError.at(
-            "launcher.prefix", what, "choose another name or launcher.prefix", code="mismatch"
+            "launcher.prefix",
+            what=f"{request.uri(request.key)} has a run of the same name with another config",
+            remedy="choose another name or launcher.prefix",
+            code="mismatch",
         )
 
 

@@ -130,8 +130,12 @@ def login_node_required() -> Iterator[None]:
     try:
         yield
     except Unreachable as error:
-        remedy = "start it on a login node of a Slurm cluster"
-        raise UserError.at("launcher", str(error), remedy, code=error.code) from None
+        raise UserError.at(
+            "launcher",
+            what=str(error),
+            remedy="start it on a login node of a Slurm cluster",
+            code=error.code,
+        ) from None
 
 
 def submit(path: Path, forwarded: Iterable[str], settings: SlurmSettings) -> str:
@@ -156,7 +160,10 @@ def refusal(said: str) -> UserError:
     )
     shown = " / ".join(re.sub(r"^(error|fatal): ", "", line) for line in lines if line.strip())
     return UserError.at(
-        key, f"sbatch refuses it: {shown or 'without a reason'}", remedy, code="platform-refuses"
+        key,
+        what=f"sbatch refuses it: {shown or 'without a reason'}",
+        remedy=remedy,
+        code="platform-refuses",
     )
 
 
@@ -228,7 +235,7 @@ def cancel(number: str) -> None:
     """Sends SIGTERM to all ranks, and SIGKILL after the cluster's KillWait (30 s by default)."""
     done = run("scancel", number)
     if done.returncode != 0:
-        raise UserError.at(f"slurm://{number}", done.stderr.strip(), code="platform-refuses")
+        raise UserError.at(f"slurm://{number}", what=done.stderr.strip(), code="platform-refuses")
 
 
 def run(*command: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:

@@ -62,7 +62,7 @@ class Table:
                 remedy = 'a value with blanks is quoted: --comment="my job"'
                 if unknown:
                     remedy = f"if it is the value of {unknown}, write {unknown}={word}"
-                raise Refused(what, remedy, code="unknown-key")
+                raise Refused(what=what, remedy=remedy, code="unknown-key")
             unknown = ""
             if word.startswith("--"):
                 name, equals, _ = word.partition("=")
@@ -75,7 +75,9 @@ class Table:
             yield from found
             if needs_next and next(rest, None) is None:
                 raise Refused(
-                    f"{word} needs a value", f"--{found[-1].name}=...", code="missing-key"
+                    what=f"{word} needs a value",
+                    remedy=f"--{found[-1].name}=...",
+                    code="missing-key",
                 )
 
     def possible(self, name: str) -> list[Option]:
@@ -92,7 +94,9 @@ class Table:
         if known := distinct(self.always, name):
             if len(known) > 1:
                 these = " or ".join(f"--{option.name}" for option in known)
-                raise Refused(f"{name} is ambiguous", f"write {these}", code="ambiguous")
+                raise Refused(
+                    what=f"{name} is ambiguous", remedy=f"write {these}", code="ambiguous"
+                )
             return known
         found = distinct(self.sometimes, name)
         if not found:
@@ -107,8 +111,11 @@ class Table:
     def refuse_misspelt(self, name: str) -> None:
         near = closest(name, [*self.always, *self.sometimes], least=MISSPELT)
         if near and not any(each.startswith(name) for each in shown_by(self.program)):
-            what = f"{name} is not an option of {self.program}"
-            raise Refused(what, f"did you mean {near}?", code="unknown-key")
+            raise Refused(
+                what=f"{name} is not an option of {self.program}",
+                remedy=f"did you mean {near}?",
+                code="unknown-key",
+            )
 
     def bundle(self, letters: str) -> tuple[list[Option], bool]:
         """The options of `-vN2`, without the dash, and whether the next word is the last one's
@@ -168,13 +175,15 @@ def words(line: str) -> list[str]:
     rest = line[position:]
     if rest.startswith("#"):
         raise Refused(
-            f"{line}: for sbatch {rest!r} is a comment",
-            "put the value in quotes",
+            what=f"{line}: for sbatch {rest!r} is a comment",
+            remedy="put the value in quotes",
             code="wrong-kind",
         )
     if rest.strip() and not rest.lstrip().startswith("#"):
         raise Refused(
-            f"{line}: {rest.strip()!r} has no end", "close the quotation mark", code="incomplete"
+            what=f"{line}: {rest.strip()!r} has no end",
+            remedy="close the quotation mark",
+            code="incomplete",
         )
     return found
 

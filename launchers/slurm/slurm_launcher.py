@@ -118,7 +118,7 @@ class SlurmLauncher(SlurmSettings, LauncherBase[SlurmRequest]):
             return SlurmJob(match[1], self.poll_seconds)
         raise UserError.at(
             handle,
-            "is not a Slurm job",
-            "write it as slurm://123 or slurm://123_0",
+            what="is not a Slurm job",
+            remedy="write it as slurm://123 or slurm://123_0",
             code="wrong-kind",
         )

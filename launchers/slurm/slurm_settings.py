@@ -50,8 +50,8 @@ def _refuse_reserved(text: str, found: Iterable[Option], reserved: Mapping[str, 
     for option in found:
         if option.name in reserved:
             raise Refused(
-                f"{text}: --{option.name} is reserved for the launcher",
-                _instead(option.name),
+                what=f"{text}: --{option.name} is reserved for the launcher",
+                remedy=_instead(option.name),
                 code="reserved",
             )
 
@@ -73,8 +73,8 @@ def _of_srun(word: str) -> str:
         split = word.split(maxsplit=1)
         joined = "=".join(split) if word.startswith("--") else "".join(split)
         raise Refused(
-            f"{word!r} has a blank, and srun gets it as one word",
-            f"write {joined}",
+            what=f"{word!r} has a blank, and srun gets it as one word",
+            remedy=f"write {joined}",
             code="wrong-kind",
         )
     _refuse_reserved(word, SRUN.read([word]), RESERVED | RESERVED_SRUN)
@@ -178,33 +178,42 @@ class SlurmSettings(LauncherSettings):
 
     def misfits(self, context: Mapping[str, Any]) -> Iterator[Problem]:
         if self.walltime is not None and self.walltime <= self.grace_seconds:
-            what = (
-                f"{self.walltime} seconds are too short: the signal for a checkpoint comes "
-                f"{self.grace_seconds} seconds before the end"
-            )
             yield Problem(
                 "walltime",
-                what,
-                "write more, or a smaller launcher.grace_seconds",
+                what=(
+                    f"{self.walltime} seconds are too short: the signal for a checkpoint comes "
+                    f"{self.grace_seconds} seconds before the end"
+                ),
+                remedy="write more, or a smaller launcher.grace_seconds",
                 code="not-enough",
             )
         if self.requeue_at_time_limit and not self.requeue:
-            what = "contradicts launcher.requeue=false, which never requeues the job"
-            yield Problem("requeue_at_time_limit", what, "launcher.requeue=true", code="conflict")
+            yield Problem(
+                "requeue_at_time_limit",
+                what="contradicts launcher.requeue=false, which never requeues the job",
+                remedy="launcher.requeue=true",
+                code="conflict",
+            )
         for name in (*self.env, *self.forward_env):
             if option := of_variable(name):
                 at = f"env.{name}" if name in self.env else "forward_env"
-                what = (
-                    f"{name} sets --{option} of sbatch or srun, which is reserved for the launcher"
+                yield Problem(
+                    at,
+                    what=(
+                        f"{name} sets --{option} of sbatch or srun, "
+                        "which is reserved for the launcher"
+                    ),
+                    remedy=_instead(option),
+                    code="reserved",
                 )
-                yield Problem(at, what, _instead(option), code="reserved")
         for name, entry in self.inputs.items() if self.container else ():
             path = str(entry.get("path"))
             if path.startswith("/") and re.search(r"[,:\s]", path):
-                what = f"{path!r} cannot be mounted: lists of folders are split at , : and blanks"
                 yield Problem(
                     f"inputs.{name}",
-                    what,
-                    "rename the folder, or write a link to it",
+                    what=(
+                        f"{path!r} cannot be mounted: lists of folders are split at , : and blanks"
+                    ),
+                    remedy="rename the folder, or write a link to it",
                     code="unsupported",
                 )

@@ -49,8 +49,12 @@ def run(overrides: Mapping[str, Any], credential: TokenCredential | None = None)
     todo = [s for s in steps if s.action is not Action.UNCHANGED]
     if todo and not settings.confirm:
         if not sys.stdin.isatty():
-            what = "there is no terminal to ask for confirmation"
-            raise UserError.at("confirm", what, "write confirm=true", code="missing-key")
+            raise UserError.at(
+                "confirm",
+                what="there is no terminal to ask for confirmation",
+                remedy="write confirm=true",
+                code="missing-key",
+            )
         if input("Continue? Type yes: ").strip().lower() != "yes":
             return 1, "Nothing was changed."
     if not apply(todo, known, arm):
@@ -80,9 +84,12 @@ def only_subscription(arm: Arm) -> str:
     if len(visible) == 1:
         return str(visible[0]["subscriptionId"])
     names = ", ".join(f"{s['subscriptionId']} ({s.get('displayName', '')})" for s in visible)
-    what = f"you can see {len(visible) or 'no'} subscription{'s' if visible else ''}"
-    remedy = f"write subscription=ID, of: {names}" if visible else "az login"
-    raise UserError.at("subscription", what, remedy, code="ambiguous" if visible else "not-found")
+    raise UserError.at(
+        "subscription",
+        what=f"you can see {len(visible) or 'no'} subscription{'s' if visible else ''}",
+        remedy=f"write subscription=ID, of: {names}" if visible else "az login",
+        code="ambiguous" if visible else "not-found",
+    )
 
 
 def query_existing(
@@ -93,8 +100,12 @@ def query_existing(
     ids = Ids(settings)
     subscription = arm.get(ids.subscription, "2022-12-01")
     if subscription is None:
-        what = f"there is no subscription {settings.subscription}, or you may not see it"
-        raise UserError.at("subscription", what, "az account list; az login", code="not-found")
+        raise UserError.at(
+            "subscription",
+            what=f"there is no subscription {settings.subscription}, or you may not see it",
+            remedy="az account list; az login",
+            code="not-found",
+        )
     known: dict[str, Any] = {ids.subscription: subscription}
     group, *_ = wanted = resources(settings)
     exists = arm.get(group.id, group.api) is not None
@@ -144,7 +155,12 @@ def refuse_fixed(steps: Sequence[ResourceStep]) -> None:
         if resource.named_by:
             rename = f"give it another name ({resource.named_by}=NAME), or "
         problems.append(
-            Problem(str(resource), what, f"{rename}set the existing value", code="unsupported")
+            Problem(
+                str(resource),
+                what=what,
+                remedy=f"{rename}set the existing value",
+                code="unsupported",
+            )
         )
     if problems:
         raise UserError(*problems)
@@ -163,7 +179,7 @@ def apply(todo: Sequence[ResourceStep], known: dict[str, Any], arm: Arm) -> bool
         replaced(body, unknown.append)
         try:
             if unknown:
-                raise UserError.at("", f"Azure did not report {unknown[0]}", code="failed")
+                raise UserError.at("", what=f"Azure did not report {unknown[0]}", code="failed")
             known[resource.id] = arm.send(method, resource.id, resource.api, body)
         except UserError as error:
             # Somebody granted the role by hand, so it has another GUID.

@@ -36,15 +36,20 @@ def _address_range(text: str) -> str:
     try:
         ipaddress.IPv4Network(text)
     except ValueError as error:
-        raise Refused(str(error), "write a range such as 10.66.0.0/16", code="wrong-kind") from None
+        raise Refused(
+            what=str(error), remedy="write a range such as 10.66.0.0/16", code="wrong-kind"
+        ) from None
     return text
 
 
 def _not_retired(name: str) -> str:
     size = vm_sizes.find(name)
     if size is not None and size.retired:
-        what = f"Azure retired {size.name} on {size.retired}"
-        raise Refused(what, "docs/azure_vm_sizes.md lists the current sizes", code="unsupported")
+        raise Refused(
+            what=f"Azure retired {size.name} on {size.retired}",
+            remedy="docs/azure_vm_sizes.md lists the current sizes",
+            code="unsupported",
+        )
     return name
 
 
@@ -82,8 +87,11 @@ class Network(Section):
     @classmethod
     def _outside_rdma_network(cls, text: str) -> str:
         if ipaddress.ip_network(text).overlaps(RDMA_NETWORK):
-            what = f"{text} overlaps {RDMA_NETWORK}, which InfiniBand uses on Azure"
-            raise Refused(what, "write a range such as 10.66.0.0/16", code="conflict")
+            raise Refused(
+                what=f"{text} overlaps {RDMA_NETWORK}, which InfiniBand uses on Azure",
+                remedy="write a range such as 10.66.0.0/16",
+                code="conflict",
+            )
         return text
 
     @checks("compute_subnet", "endpoint_subnet")
@@ -93,10 +101,10 @@ class Network(Section):
         earlier = info.data
         space = earlier.get("address_space")
         if space and not subnet.subnet_of(ipaddress.IPv4Network(space)):
-            raise Refused(f"{text} is not inside {space}", code="mismatch")
+            raise Refused(what=f"{text} is not inside {space}", code="mismatch")
         other = earlier.get("compute_subnet")
         if other and subnet.overlaps(ipaddress.ip_network(other)):
-            raise Refused(f"{text} overlaps {other}", code="conflict")
+            raise Refused(what=f"{text} overlaps {other}", code="conflict")
         return text
 
 
@@ -132,9 +140,10 @@ class Compute(Section):
     def _at_least_min_nodes(cls, most: int, info: ValidationInfo) -> int:
         least = info.data.get("min_nodes", 0)
         if least > most:
-            what = f"{most} is less than min_nodes ({least})"
             raise Refused(
-                what, "write compute.min_nodes=0 compute.max_nodes=4", code="out-of-range"
+                what=f"{most} is less than min_nodes ({least})",
+                remedy="write compute.min_nodes=0 compute.max_nodes=4",
+                code="out-of-range",
             )
         return most
 
@@ -166,7 +175,7 @@ class ProvisionSettings(Section):
     def _encrypted(cls, address: str) -> str:
         if not address.startswith("https://"):
             raise Refused(
-                f"{address} is not an https address, but a token would be sent to it",
+                what=f"{address} is not an https address, but a token would be sent to it",
                 code="wrong-kind",
             )
         return address
@@ -205,15 +214,27 @@ def read(overrides: Mapping[str, Any]) -> ProvisionSettings:
     for key, value in overrides.items():
         if inside := [name for name in known if name.startswith(f"{key}.")]:
             wrong.append(
-                Problem(key, "is a section", f"write one of {', '.join(inside)}", code="wrong-kind")
+                Problem(
+                    key,
+                    what="is a section",
+                    remedy=f"write one of {', '.join(inside)}",
+                    code="wrong-kind",
+                )
             )
         elif key not in known:
-            wrong.append(Problem(key, "no such key", did_you_mean(key, known), code="unknown-key"))
+            wrong.append(
+                Problem(
+                    key, what="no such key", remedy=did_you_mean(key, known), code="unknown-key"
+                )
+            )
         else:
             section, _, last = key.rpartition(".")
             (values[section] if section else values)[last] = value
     absent = [key for key in ("resource_group", "workspace") if values[key] is None]
-    wrong += [Problem(key, "missing", f"write {key}=NAME", code="missing-key") for key in absent]
+    wrong += [
+        Problem(key, what="missing", remedy=f"write {key}=NAME", code="missing-key")
+        for key in absent
+    ]
     wrong += _contradictions(values)
     try:
         settings = ProvisionSettings.model_validate(values)
@@ -230,13 +251,17 @@ def _contradictions(values: Mapping[str, Any]) -> Iterator[Problem]:
         return
     sku, cluster = values["registry"]["sku"], values["build_compute"]["name"]
     if sku in ("Basic", "Standard"):
-        what = f"private endpoints need a Premium registry, not {sku}"
         yield Problem(
-            "registry.sku", what, "write registry.sku=Premium or private=false", code="conflict"
+            "registry.sku",
+            what=f"private endpoints need a Premium registry, not {sku}",
+            remedy="write registry.sku=Premium or private=false",
+            code="conflict",
         )
     if cluster == values["compute"]["name"]:
         yield Problem(
-            "build_compute.name", f"{cluster} is the name of the other cluster", code="conflict"
+            "build_compute.name",
+            what=f"{cluster} is the name of the other cluster",
+            code="conflict",
         )
 
 

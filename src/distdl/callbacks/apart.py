@@ -37,8 +37,12 @@ def separate_folders(trainer: Trainer, ours: Path) -> None:
 def refuse_path(path: str | os.PathLike[str], ours: Path) -> None:
     """Raises a UserError for a path in `ours`."""
     if below(path, ours) is not None:
-        what = f"{path} is in {ours}, where only distdl writes and deletes checkpoints"
-        raise UserError.at("callbacks", what, f"save into {ours.parent / FOLDER}", code="reserved")
+        raise UserError.at(
+            "callbacks",
+            what=f"{path} is in {ours}, where only distdl writes and deletes checkpoints",
+            remedy=f"save into {ours.parent / FOLDER}",
+            code="reserved",
+        )
 
 
 def save_swa(trainer: Trainer, run: Path) -> None:

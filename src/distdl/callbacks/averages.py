@@ -121,12 +121,20 @@ def _refuse_unmeasurable(trainer: Trainer) -> None:
     must = "the statistics of batch norm must be computed again for the averaged weights"
     remedy = "a model without batch norm (model.norm=group), or another optimizer"
     if not module.automatic_optimization and not hasattr(module, STEP):
-        what = f"{must}, and training_step of {type(module).__name__} steps by itself"
         forward = f"a method {STEP}(batch, batch_idx) of the module that calls its forward"
-        raise UserError.at("optimizer", what, f"{forward}, or {remedy}", code="unsupported")
+        raise UserError.at(
+            "optimizer",
+            what=f"{must}, and training_step of {type(module).__name__} steps by itself",
+            remedy=f"{forward}, or {remedy}",
+            code="unsupported",
+        )
     if _batches(trainer) is None:
-        what = f"{must}, and the training's loader does not give batches again"
-        raise UserError.at("optimizer", what, remedy, code="unsupported")
+        raise UserError.at(
+            "optimizer",
+            what=f"{must}, and the training's loader does not give batches again",
+            remedy=remedy,
+            code="unsupported",
+        )
 
 
 def _batches(trainer: Trainer) -> DataLoader[Any] | None:

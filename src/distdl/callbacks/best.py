@@ -107,8 +107,12 @@ class Best:
     def _problem(self, trainer: Trainer, logged: list[str]) -> Problem:
         near = closest(str(self.monitor), logged)
         names = ", ".join(logged) or "nothing"
-        what = f"{self.monitor} is not logged, so there is no best.ckpt; logged: {names}"
         guess = f"did you mean {near}? " if near else ""
         value = near or "NAME, or null for no best.ckpt"
         resume = f"python -m distdl resume {trainer.default_root_dir} checkpoint.monitor={value}"
-        return Problem("checkpoint.monitor", what, guess + resume, code="incomplete")
+        return Problem(
+            "checkpoint.monitor",
+            what=f"{self.monitor} is not logged, so there is no best.ckpt; logged: {names}",
+            remedy=guess + resume,
+            code="incomplete",
+        )

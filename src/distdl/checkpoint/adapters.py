@@ -18,6 +18,9 @@ def refuse_adapters(checkpoint: Mapping[str, Any], file: str) -> None:
     """
     if KEY not in checkpoint:
         return
-    what = "it holds what model.lora trains, and not the weights beside it"
-    remedy = "distdl export RUN --to weights writes both as one model.safetensors"
-    raise UserError.at(file, what, remedy, code="incomplete")
+    raise UserError.at(
+        file,
+        what="it holds what model.lora trains, and not the weights beside it",
+        remedy="distdl export RUN --to weights writes both as one model.safetensors",
+        code="incomplete",
+    )

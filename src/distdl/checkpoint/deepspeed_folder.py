@@ -57,13 +57,16 @@ def read(path: Path, *, trust: bool = False) -> dict[str, Any]:
     parts = [loaded(file, trust)["optimizer_state_dict"] for file in optimizers]
     if not parts:
         raise UserError.at(
-            str(path), "holds no optimizer states of ZeRO stage 1, 2 or 3", code="incomplete"
+            str(path), what="holds no optimizer states of ZeRO stage 1, 2 or 3", code="incomplete"
         )
     counts = parts[0].get("partition_count", len(parts))
     count = max(counts) if isinstance(counts, list) else counts
     if count != len(parts) or not models:
-        what = f"holds the optimizer states of {len(parts)} ranks, but {count} ranks wrote them"
-        raise UserError.at(str(path), what, code="mismatch")
+        raise UserError.at(
+            str(path),
+            what=f"holds the optimizer states of {len(parts)} ranks, but {count} ranks wrote them",
+            code="mismatch",
+        )
     state = models[0]
     checkpoint = dict(state.get(TRAINER) or {k: state[k] for k in LIGHTNING_KEYS if k in state})
     checkpoint["state_dict"] = weights(models, parts)

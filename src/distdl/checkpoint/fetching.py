@@ -50,9 +50,12 @@ def provide(chosen: str | None, store: Path, environment: Environment) -> str | 
     if not lacking:
         return str(path)
     if process_group.broadcast(path.is_dir()):
-        what = f"is a sharded checkpoint, and ranks {lacking} do not see its folder"
-        remedy = "convert it to a file, which every node then receives: python -m distdl convert"
-        raise UserError.at(str(path), what, remedy, code="unreadable")
+        raise UserError.at(
+            str(path),
+            what=f"is a sharded checkpoint, and ranks {lacking} do not see its folder",
+            remedy="convert it to a file, which every node then receives: python -m distdl convert",
+            code="unreadable",
+        )
     if environment.rank == 0:
         log.info("the nodes share no file system: %s is sent to ranks %s", path.name, lacking)
     size = process_group.broadcast(path.stat().st_size if environment.rank == 0 else 0)

@@ -102,13 +102,18 @@ def unreadable(path: Path, error: Exception) -> Problem:
     """The problem, without torch's advice to let the file run code."""
     objects = re.search(r"GLOBAL (\S+) (was not an allowed global|whose module)", str(error))
     if objects:
-        what = f"holds an object of {objects[1]}, and is read without running code from the file"
-        return Problem(str(path), what, TRUST, code="not-trusted")
-    what = f"is not a checkpoint, or an incomplete one ({type(error).__name__} while it was read)"
+        return Problem(
+            str(path),
+            what=f"holds an object of {objects[1]}, and is read without running code from the file",
+            remedy=TRUST,
+            code="not-trusted",
+        )
     return Problem(
         str(path),
-        what,
-        "name a file that Lightning, torch.save or safetensors wrote",
+        what=(
+            f"is not a checkpoint, or an incomplete one ({type(error).__name__} while it was read)"
+        ),
+        remedy="name a file that Lightning, torch.save or safetensors wrote",
         code="damaged-file",
     )
 
@@ -120,9 +125,12 @@ def read_folder(path: Path, *, trust: bool) -> dict[str, Any]:
         return sharded_folder.read(path, trust=trust)
     if deepspeed_folder.is_one(path):
         return deepspeed_folder.read(path, trust=trust)
-    what = "this folder is not a checkpoint that distdl can read"
-    remedy = "name a file, a run directory, or a folder that FSDP or DeepSpeed wrote"
-    raise UserError.at(str(path), what, remedy, code="damaged-file")
+    raise UserError.at(
+        str(path),
+        what="this folder is not a checkpoint that distdl can read",
+        remedy="name a file, a run directory, or a folder that FSDP or DeepSpeed wrote",
+        code="damaged-file",
+    )
 
 
 def is_training(checkpoint: object) -> bool:
@@ -141,6 +149,9 @@ def weights_of(weights: object) -> dict[str, torch.Tensor]:
     if not isinstance(weights, Mapping) or not all(
         isinstance(value, torch.Tensor) for value in weights.values()
     ):
-        what = "the file holds neither a Lightning checkpoint nor weights by name"
-        raise UserError.at("", what, code="incomplete")
+        raise UserError.at(
+            "",
+            what="the file holds neither a Lightning checkpoint nor weights by name",
+            code="incomplete",
+        )
     return dict(weights)

@@ -44,10 +44,13 @@ def restored(checkpoint: dict[str, Any], file: Path, *, trust: bool) -> dict[str
             raise TypeError("it is no mapping")
         return whole
     except _NotTrusted as error:
-        raise UserError.at(str(file), str(error), TRUST, code="not-trusted") from None
+        raise UserError.at(str(file), what=str(error), remedy=TRUST, code="not-trusted") from None
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        what = f"its state is not as distdl writes it ({type(error).__name__}: {error})"
-        raise UserError.at(str(file), what, code="damaged-file") from error
+        raise UserError.at(
+            str(file),
+            what=f"its state is not as distdl writes it ({type(error).__name__}: {error})",
+            code="damaged-file",
+        ) from error
 
 
 class Packing:
@@ -81,8 +84,11 @@ class Packing:
             buffer = io.BytesIO()
             torch.save(value, buffer)
         except Exception as error:  # the user's __reduce__ runs
-            what = f"holds a {name_of(kind)}, which cannot be saved ({error})"
-            raise UserError.at(path, what, code="unsupported") from error
+            raise UserError.at(
+                path,
+                what=f"holds a {name_of(kind)}, which cannot be saved ({error})",
+                code="unsupported",
+            ) from error
         return {TAG: "pickle", "of": name_of(kind), "data": octets(buffer.getvalue())}
 
     def _container(self, value: list[Any] | tuple[Any, ...] | dict[Any, Any], path: str) -> object:

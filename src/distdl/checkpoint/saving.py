@@ -50,7 +50,8 @@ def refuse_pickles(trainer: Trainer) -> None:
     try:
         what = "cannot be resumed without running code of the checkpoint"
         problems = [
-            Problem(path, what, REMEDY, code="not-trusted") for path in formats.plain(states)[1]
+            Problem(path, what=what, remedy=REMEDY, code="not-trusted")
+            for path in formats.plain(states)[1]
         ]
     except UserError as error:
         problems = list(error.problems)

@@ -19,9 +19,13 @@ def refuse_unsettled(checkpoint: Mapping[str, Any], file: str) -> None:
     """
     if (checkpoint.get(KEY) or {}).get("settled", True):
         return
-    what = (
-        "its weights are averages, and its batch norms have the statistics of other weights: it "
-        "was saved between two steps, to go on from"
+    raise UserError.at(
+        file,
+        what=(
+            "its weights are averages, and its batch norms have the statistics of other weights: "
+            "it "
+            "was saved between two steps, to go on from"
+        ),
+        remedy="best.ckpt, or a checkpoint of an epoch's end: distdl resume RUN makes one",
+        code="incomplete",
     )
-    remedy = "best.ckpt, or a checkpoint of an epoch's end: distdl resume RUN makes one"
-    raise UserError.at(file, what, remedy, code="incomplete")

@@ -42,13 +42,20 @@ class Parser(argparse.ArgumentParser):
         """The problem of a word that nothing here takes."""
         if not word.startswith("-"):
             return Problem(
-                word, f"is one word too many for {self._verb()}", self.example(), code="unknown-key"
+                word,
+                what=f"is one word too many for {self._verb()}",
+                remedy=self.example(),
+                code="unknown-key",
             )
         option = word.partition("=")[0]
         own = [n for n in self.settings if n.endswith(f".{option.strip('-').replace('-', '_')}")]
         near = f"{own[0]}=VALUE" if own else closest(option, self._options())
-        remedy = f"did you mean: {near}" if near else f"{self.prog} --help"
-        return Problem(word, f"is not an option of {self._verb()}", remedy, code="unknown-key")
+        return Problem(
+            word,
+            what=f"is not an option of {self._verb()}",
+            remedy=f"did you mean: {near}" if near else f"{self.prog} --help",
+            code="unknown-key",
+        )
 
     def example(self) -> str:
         """What must be typed, and below it what may be."""
@@ -72,13 +79,15 @@ class Parser(argparse.ArgumentParser):
             yield from (self.unknown(word) for word in self._without_values(words))
         elif message.startswith(REQUIRED):
             names = message.removeprefix(REQUIRED)
-            yield Problem(self._verb(), f"missing: {names}", self.example(), code="missing-key")
+            yield Problem(
+                self._verb(), what=f"missing: {names}", remedy=self.example(), code="missing-key"
+            )
         elif found := OF_ARGUMENT.fullmatch(message):
             yield self._of_argument(found[1], found[2])
         else:
             # argparse has two others: one of several is required, or an option's beginning.
             code = "ambiguous" if message.startswith("ambiguous") else "missing-key"
-            yield Problem(self._verb(), message, f"{self.prog} --help", code=code)
+            yield Problem(self._verb(), what=message, remedy=f"{self.prog} --help", code=code)
 
     def _of_argument(self, names: str, message: str) -> Problem:
         """The problem of one argument, which argparse names `-f/--follow`, or by its metavar."""
@@ -87,16 +96,23 @@ class Parser(argparse.ArgumentParser):
         choices = [str(choice) for choice in (action.choices if action else None) or ()]
         if (wrong := CHOICE.fullmatch(message)) and action:
             word = wrong[1].strip("'\"")
-            remedy = did_you_mean_word(word, choices) or f"one of {', '.join(choices)}"
             path = name if name.startswith("-") else self._verb()
-            return Problem(path, f"there is no {word!r}", remedy, code="wrong-choice")
+            return Problem(
+                path,
+                what=f"there is no {word!r}",
+                remedy=did_you_mean_word(word, choices) or f"one of {', '.join(choices)}",
+                code="wrong-choice",
+            )
         if wrong := TYPE.fullmatch(message):
-            what = f"must be {KINDS.get(wrong[1], wrong[1])}, not {wrong[2]}"
-            return Problem(name, what, code="wrong-type")
+            return Problem(
+                name,
+                what=f"must be {KINDS.get(wrong[1], wrong[1])}, not {wrong[2]}",
+                code="wrong-type",
+            )
         if message.startswith("expected ") and action:
             value = self._value(action)
-            return Problem(name, "needs a value", f"{name} {value}", code="missing-key")
-        return Problem(name, message, f"{self.prog} --help", code="conflict")
+            return Problem(name, what="needs a value", remedy=f"{name} {value}", code="missing-key")
+        return Problem(name, what=message, remedy=f"{self.prog} --help", code="conflict")
 
     def _is_named(self, action: argparse.Action, name: str) -> bool:
         return name in (*action.option_strings, action.metavar, action.dest)

@@ -65,8 +65,12 @@ def main(argv: Sequence[str]) -> Answer:
     options = parser.parse_args(argv)
     if options.to not in known:
         near = closest(options.to, known) or next((n for n in known if options.to in n), "")
-        remedy = f"did you mean --to {near}?" if near else f"one of {', '.join(known)}"
-        raise UserError.at("--to", f"there is no {options.to!r}", remedy, code="incomplete")
+        raise UserError.at(
+            "--to",
+            what=f"there is no {options.to!r}",
+            remedy=f"did you mean --to {near}?" if near else f"one of {', '.join(known)}",
+            code="incomplete",
+        )
     source = checkpoints.find(options.checkpoint)
     # Not beside the source: there the file would be taken for a checkpoint of the run.
     stem = source.name.removesuffix(source.suffix) or source.name
@@ -117,13 +121,18 @@ def check_target(target: Path, to: str) -> None:
     """Refuses a target that exists or has the wrong suffix, by a UserError."""
     forms = (".pth", ".safetensors") if to == WEIGHTS else (".ckpt",)
     if target.suffix not in forms:
-        what = f"{target} does not end in {' or '.join(forms)}"
         raise UserError.at(
-            "--output", what, f"--output {target.with_suffix(forms[0])}", code="wrong-kind"
+            "--output",
+            what=f"{target} does not end in {' or '.join(forms)}",
+            remedy=f"--output {target.with_suffix(forms[0])}",
+            code="wrong-kind",
         )
     if target.exists():
         raise UserError.at(
-            "--output", f"{target} exists", "name another: --output FILE", code="exists-already"
+            "--output",
+            what=f"{target} exists",
+            remedy="name another: --output FILE",
+            code="exists-already",
         )
 
 
@@ -131,14 +140,20 @@ def check_resumable(checkpoint: Mapping[str, Any], source: Path, world_size: int
     """Refuses a checkpoint that a training cannot resume from, by a UserError: one of weights only,
     or with a global batch that is not divisible by `world_size`."""
     if "optimizer_states" not in checkpoint:
-        what = "holds weights only, not a training's state"
-        remedy = f"start a training from them: model.weights={source}"
-        raise UserError.at(str(source), what, remedy, code="incomplete")
+        raise UserError.at(
+            str(source),
+            what="holds weights only, not a training's state",
+            remedy=f"start a training from them: model.weights={source}",
+            code="incomplete",
+        )
     batch = (checkpoint.get("distdl") or {}).get("global_batch_size")
     if world_size is not None and (world_size < 1 or (batch and batch % world_size)):
-        what = f"the global batch of {batch} is not divisible by {world_size}"
-        remedy = "choose one that divides it, or resume with another data.batch_size"
-        raise UserError.at("--world-size", what, remedy, code="indivisible")
+        raise UserError.at(
+            "--world-size",
+            what=f"the global batch of {batch} is not divisible by {world_size}",
+            remedy="choose one that divides it, or resume with another data.batch_size",
+            code="indivisible",
+        )
 
 
 def print_use(checkpoint: Mapping[str, Any], target: Path, to: str, world_size: int | None) -> None:

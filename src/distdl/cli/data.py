@@ -57,7 +57,9 @@ def main(argv: Sequence[str]) -> Answer:
     counts = ("sample", "gpus", "batch_size", "image_size", "max_pixels")
     problems = [
         Problem(
-            f"--{name.replace('_', '-')}", f"must be 1 or more, not {value}", code="out-of-range"
+            f"--{name.replace('_', '-')}",
+            what=f"must be 1 or more, not {value}",
+            code="out-of-range",
         )
         for name in counts
         if (value := getattr(options, name)) is not None and value < 1
@@ -74,8 +76,16 @@ def picture_problems(name: str | None) -> Iterator[Problem]:
     """Why no picture can be written to a file of this name; "" and None: none is wanted."""
     path = Path(name or "bars.svg")
     if path.suffix != ".svg" or path.is_dir():
-        what = f"{name} is not the name of an SVG file"
-        yield Problem("--profile", what, "--profile bars.svg", code="wrong-kind")
+        yield Problem(
+            "--profile",
+            what=f"{name} is not the name of an SVG file",
+            remedy="--profile bars.svg",
+            code="wrong-kind",
+        )
     elif not path.parent.is_dir():
-        what = f"no such folder: {path.parent}"
-        yield Problem("--profile", what, "create it, or name another one", code="not-found")
+        yield Problem(
+            "--profile",
+            what=f"no such folder: {path.parent}",
+            remedy="create it, or name another one",
+            code="not-found",
+        )

@@ -107,14 +107,23 @@ def main(argv: Sequence[str]) -> Answer:
 
 def _problems(options: argparse.Namespace, words: Sequence[str]) -> Iterator[Problem]:
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9-]{1,21}[A-Za-z0-9]", options.name):
-        what = f"{options.name} is not a name for an endpoint"
-        yield Problem("--name", what, "3 to 23 letters, digits and hyphens", code="wrong-kind")
+        yield Problem(
+            "--name",
+            what=f"{options.name} is not a name for an endpoint",
+            remedy="3 to 23 letters, digits and hyphens",
+            code="wrong-kind",
+        )
     if options.instances < 1:
-        what = f"{options.instances} is less than 1"
-        yield Problem("--instances", what, "--instances 1", code="out-of-range")
+        yield Problem(
+            "--instances",
+            what=f"{options.instances} is less than 1",
+            remedy="--instances 1",
+            code="out-of-range",
+        )
     if not (words or options.change):
-        what = "missing: the folder of a run, or of an exported model"
-        yield Problem("RUN", what, code="missing-key")
+        yield Problem(
+            "RUN", what="missing: the folder of a run, or of an exported model", code="missing-key"
+        )
 
 
 def read(options: argparse.Namespace, words: Sequence[str]) -> tuple[deploying.Platform, bool]:
@@ -130,8 +139,12 @@ def read(options: argparse.Namespace, words: Sequence[str]) -> tuple[deploying.P
     for word in words:
         if not re.match(settings, word):
             known = ["dry_run", *(f"launcher.{key}" for key in compose([chosen]).launcher)]
-            remedy = did_you_mean(word.partition("=")[0], known) or "see --help"
-            raise UserError.at(word, "is not a setting of deploy", remedy, code="unknown-key")
+            raise UserError.at(
+                word,
+                what="is not a setting of deploy",
+                remedy=did_you_mean(word.partition("=")[0], known) or "see --help",
+                code="unknown-key",
+            )
     config = compose([chosen, *words])
     consent.refuse(config, typed(config))
     node = OmegaConf.to_container(config.launcher, resolve=True)
@@ -157,7 +170,7 @@ def example(folder: Path, request: Path, *, trust: bool = False) -> dict[str, An
         scorer = serve.loader(folder, trust=trust)()
         (answer,) = scorer.score([file.getvalue()], top_k=1)
     except ValueError as error:
-        raise UserError.at(str(folder), str(error), code="unreadable") from None
+        raise UserError.at(str(folder), what=str(error), code="unreadable") from None
     encoded = base64.b64encode(file.getvalue()).decode()
     request.write_text(json.dumps({"images": [encoded], "top_k": 1}), encoding="utf-8")
     return scorer.kind.gist(answer)

@@ -39,11 +39,14 @@ def main(argv: Sequence[str]) -> Answer | int:
     options = parser.parse_intermixed_args(list(argv))
     if options.expect is not None and not 0 < options.expect < math.inf:
         raise UserError.at(
-            "--expect", f"must be more than 0, not {options.expect}", code="out-of-range"
+            "--expect", what=f"must be more than 0, not {options.expect}", code="out-of-range"
         )
     if any(each.lstrip("+").startswith("task=") for each in options.overrides):
         raise UserError.at(
-            "task", "the doctor has its own, and trains nothing", "leave it out", code="reserved"
+            "task",
+            what="the doctor has its own, and trains nothing",
+            remedy="leave it out",
+            code="reserved",
         )
     overrides = ["experiment_name=doctor", *options.overrides, "task=doctor", "tracking=none"]
     if options.expect is not None:

@@ -54,8 +54,8 @@ def main(argv: Sequence[str]) -> Answer:
     problems = [
         Problem(
             "--faults",
-            f"no {name!r}",
-            did_you_mean(name, FAULTS) or ", ".join(FAULTS),
+            what=f"no {name!r}",
+            remedy=did_you_mean(name, FAULTS) or ", ".join(FAULTS),
             code="wrong-choice",
         )
         for name in names
@@ -63,12 +63,14 @@ def main(argv: Sequence[str]) -> Answer:
     ]
     if options.steps is not None and options.steps < 20:
         problems.append(
-            Problem("--steps", f"must be 20 or more, not {options.steps}", code="out-of-range")
+            Problem("--steps", what=f"must be 20 or more, not {options.steps}", code="out-of-range")
         )
     if not options.tolerance >= 0:
         problems.append(
             Problem(
-                "--tolerance", f"must be 0 or more, not {options.tolerance}", code="out-of-range"
+                "--tolerance",
+                what=f"must be 0 or more, not {options.tolerance}",
+                code="out-of-range",
             )
         )
     if problems:

@@ -159,8 +159,12 @@ def main(argv: Sequence[str]) -> Answer:
     code = typed.strip("[]")
     if code not in CODES:
         near = closest(code, CODES)
-        remedy = f"did you mean: python -m distdl explain {near}" if near else LIST
-        raise UserError.at(code, "is not a code", remedy, code="wrong-choice")
+        raise UserError.at(
+            code,
+            what="is not a code",
+            remedy=f"did you mean: python -m distdl explain {near}" if near else LIST,
+            code="wrong-choice",
+        )
     found = explained(code)
     say(f"code     {found.code}: {found.meaning}")
     say(f"example  {found.example}")

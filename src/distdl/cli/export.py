@@ -76,29 +76,35 @@ def main(argv: Sequence[str]) -> Answer:
     run = RunDirectory.open(path.parents[1] if named else options.source)
     checkpoint = path if named else checkpoints.best_or_last(run.checkpoints)
     if refusal := not_exportable(run.recipe()):
-        instead = exportable_instead(run.recipe(), shlex.quote(shown(run.path)))
-        raise UserError.at(options.source, refusal, instead, code="mismatch")
+        raise UserError.at(
+            options.source,
+            what=refusal,
+            remedy=exportable_instead(run.recipe(), shlex.quote(shown(run.path))),
+            code="mismatch",
+        )
     why_not = export_formats(run.recipe()).refused.get(options.to)
     if why_not is not None:
-        raise UserError.at("--to", f"{options.to}: {why_not}", code="unsupported")
+        raise UserError.at("--to", what=f"{options.to}: {why_not}", code="unsupported")
     if not checkpoint.exists():
-        what = "there is no such checkpoint" if named else "this run has no checkpoint"
-        remedy = f"python -m distdl resume {shlex.quote(shown(run.path))} writes one"
-        raise UserError.at(options.source, what, remedy, code="not-found")
+        raise UserError.at(
+            options.source,
+            what="there is no such checkpoint" if named else "this run has no checkpoint",
+            remedy=f"python -m distdl resume {shlex.quote(shown(run.path))} writes one",
+            code="not-found",
+        )
     words = [*here(run), written(CHECKPOINT, checkpoint)]
     if options.to != "mlflow":  # nothing is sent to the run's server, which may be somebody else's
         words.append("tracking=none")
     if options.register:
         if options.to != "mlflow":
             raise UserError.at(
-                "--register", "takes MLflow models", "--to mlflow", code="unsupported"
+                "--register", what="takes MLflow models", remedy="--to mlflow", code="unsupported"
             )
         if "mlflow" not in (run.recipe().get("tracking") or {}):
-            what = "takes models of runs that MLflow tracks, and this one was not"
             raise UserError.at(
                 "--register",
-                what,
-                "train with tracking=mlflow, or omit --register",
+                what="takes models of runs that MLflow tracks, and this one was not",
+                remedy="train with tracking=mlflow, or omit --register",
                 code="unsupported",
             )
         words.append(written("tracking.mlflow.register", f"'{options.register}'"))
@@ -133,9 +139,17 @@ def size_of(text: str | None, format: str) -> tuple[int, int] | None:
         return None
     found = SIZE.fullmatch(text)
     if found is None:
-        what = f"{text} is not a size"
-        raise UserError.at("--size", what, "--size 800x1333: height x width", code="wrong-type")
+        raise UserError.at(
+            "--size",
+            what=f"{text} is not a size",
+            remedy="--size 800x1333: height x width",
+            code="wrong-type",
+        )
     if format != "onnx":
-        what = f"{format} takes images as the validation does"
-        raise UserError.at("--size", what, "omit it", code="unsupported")
+        raise UserError.at(
+            "--size",
+            what=f"{format} takes images as the validation does",
+            remedy="omit it",
+            code="unsupported",
+        )
     return int(found[1]), int(found[2])

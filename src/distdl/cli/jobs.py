@@ -49,7 +49,10 @@ def main(argv: Sequence[str]) -> Answer:
     targets = jobs.targets(options.target, options.attempt, allowed(options.overrides))
     if options.verb == "logs" and len(targets) > 1:
         raise UserError.at(
-            options.target, f"has {len(targets)} runs", "name one of them", code="ambiguous"
+            options.target,
+            what=f"has {len(targets)} runs",
+            remedy="name one of them",
+            code="ambiguous",
         )
     if options.verb in ("status", "cancel"):
         return {"status": status, "cancel": cancel}[options.verb](targets)
@@ -117,9 +120,11 @@ def allowed(overrides: Sequence[str]) -> list[str]:
     for override in grammar.parse_overrides(overrides):
         value = override.value()
         if override.key_or_group != "project.allow" or not isinstance(value, list):
-            remedy = "project.allow=[PACKAGE]; `resume` and `jobs resubmit` change settings"
             raise UserError.at(
-                str(override.input_line), "has no effect here", remedy, code="conflict"
+                str(override.input_line),
+                what="has no effect here",
+                remedy="project.allow=[PACKAGE]; `resume` and `jobs resubmit` change settings",
+                code="conflict",
             )
         names += map(str, value)
     return names
@@ -154,7 +159,7 @@ def cancel(targets: Sequence[Target]) -> Answer:
         try:
             if not report.reached:
                 raise UserError.at(
-                    job.handle, f"was not asked to end: {report.why}", code="unreachable"
+                    job.handle, what=f"was not asked to end: {report.why}", code="unreachable"
                 )
             job.cancel()
         except UserError as error:  # the others are asked nevertheless
@@ -174,7 +179,7 @@ def show_logs(job: JobBase, attempt: Attempt | None, follow: bool) -> Answer:
     report = None if follow else asking.ask(job)
     try:
         if report and not report.reached and report.error is None:
-            raise UserError.at(job.handle, report.why, code="unreachable")
+            raise UserError.at(job.handle, what=report.why, code="unreachable")
         for line in job.logs(follow=follow):
             show_line(line)
     except UserError:
@@ -207,8 +212,8 @@ def ended(job: JobBase, attempt: Attempt | None) -> str:
     if attempt is None:
         raise UserError.at(
             job.handle,
-            "no run is named, in which it could be recorded",
-            "its folder",
+            what="no run is named, in which it could be recorded",
+            remedy="its folder",
             code="missing-key",
         )
     state = one_attempt.declare_ended(attempt, job)

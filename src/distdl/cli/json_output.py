@@ -42,8 +42,12 @@ def name_of(arguments: Sequence[str], verbs: Sequence[str]) -> str:
 
 
 def _unanswered(command: str) -> UserError:
-    what = f"{command} has no answer for programs"
-    return UserError.at(OPTION, what, f"leave {OPTION} out", code="unsupported")
+    return UserError.at(
+        OPTION,
+        what=f"{command} has no answer for programs",
+        remedy=f"leave {OPTION} out",
+        code="unsupported",
+    )
 
 
 def main(arguments: Sequence[str], name: str, run: Callable[[list[str]], Answer | int]) -> int:
@@ -58,9 +62,12 @@ def main(arguments: Sequence[str], name: str, run: Callable[[list[str]], Answer 
             if name not in ANSWERS:
                 raise _unanswered(name)
             if started_by := environment.detect():
-                what = f"{started_by} has started several processes, of which one would answer"
-                remedy = f"python -m distdl ... {OPTION}"
-                raise UserError.at(OPTION, what, remedy, code="unsupported")
+                raise UserError.at(
+                    OPTION,
+                    what=f"{started_by} has started several processes, of which one would answer",
+                    remedy=f"python -m distdl ... {OPTION}",
+                    code="unsupported",
+                )
             answer = run([*arguments])
             if not isinstance(answer, Answer):  # it printed a help, or was Hydra's own
                 raise _unanswered(shlex.join(("distdl", *arguments)))
@@ -72,7 +79,7 @@ def main(arguments: Sequence[str], name: str, run: Callable[[list[str]], Answer 
         except Exception as error:  # a program gets an answer, whatever happens
             traceback.print_exc()
             what = f"{type(error).__name__}: {error}"
-            problems = (Problem("", what, code="failed"),)
+            problems = (Problem("", what=what, code="failed"),)
             ending = CommandEnd(EXIT_FAILURE, what, "failed", problems)
         output.write(document(name, None, ending.exit_code, ending.outcome, ending.problems))
         return ending.exit_code

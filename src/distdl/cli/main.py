@@ -126,8 +126,12 @@ def run(
         return show_config(options)
     started_by = environment.detect()
     if started_by and options.multirun:
-        what = f"a sweep starts its own processes, and {started_by} has started several already"
-        raise UserError.at("-m", what, "python -m distdl -m ...", code="conflict")
+        raise UserError.at(
+            "-m",
+            what=f"a sweep starts its own processes, and {started_by} has started several already",
+            remedy="python -m distdl -m ...",
+            code="conflict",
+        )
     if started_by:
         from distdl.launch import external
 
@@ -140,9 +144,11 @@ def run(
 
         return sweeps.main(overrides, options.config_dir, show_members)
     if keys := grammar.sweep_keys(overrides):
-        remedy = "add -m to run each of them; a list is written [a,b]"
         raise UserError.at(
-            ", ".join(keys), "several values, and no sweep", remedy, code="ambiguous"
+            ", ".join(keys),
+            what="several values, and no sweep",
+            remedy="add -m to run each of them; a list is written [a,b]",
+            code="ambiguous",
         )
     composed = compose.composed(overrides, options.config_dir)
     if program:
@@ -190,7 +196,7 @@ class OverridesParser(Parser):
         following = next((after for typed, after in pairs if typed == word), "")
         remedy = words.for_option(word, [*LAYERS, *known_paths()], following)
         remedy = remedy or "--help lists the options"
-        return Problem(word, "is not an option of distdl", remedy, code="unknown-key")
+        return Problem(word, what="is not an option of distdl", remedy=remedy, code="unknown-key")
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -229,7 +235,7 @@ def show_config(options: argparse.Namespace) -> Answer:
             shown = OmegaConf.select(shown, options.package)
             if shown is None:
                 raise UserError.at(
-                    "--package", f"the config has no {options.package!r}", code="incomplete"
+                    "--package", what=f"the config has no {options.package!r}", code="incomplete"
                 )
         try:
             plain = not OmegaConf.is_config(shown)
@@ -239,7 +245,9 @@ def show_config(options: argparse.Namespace) -> Answer:
                 shown if plain else OmegaConf.to_container(shown, resolve=options.resolve)
             )
         except OmegaConfBaseException as error:
-            raise UserError.at("--resolve", str(error).split("\n")[0], code="unreadable") from error
+            raise UserError.at(
+                "--resolve", what=str(error).split("\n")[0], code="unreadable"
+            ) from error
     return Answer(Configs(values))
 
 
@@ -257,5 +265,5 @@ def hydra_itself(arguments: list[str]) -> int:
     try:
         answer(lambda config: None)()
     except (HydraException, OmegaConfBaseException) as error:
-        raise UserError.at("", grammar.first_lines(error), code="unreadable") from error
+        raise UserError.at("", what=grammar.first_lines(error), code="unreadable") from error
     return 0

@@ -39,7 +39,9 @@ def main(argv: Sequence[str]) -> Answer:
     options = parser.parse_intermixed_args(list(argv))
     problems = [
         Problem(
-            f"--{name.replace('_', '-')}", f"must be more than 0, not {value}", code="out-of-range"
+            f"--{name.replace('_', '-')}",
+            what=f"must be more than 0, not {value}",
+            code="out-of-range",
         )
         for name in ("devices", "device_memory", "link", "tflops")
         if (value := getattr(options, name)) is not None and value <= 0

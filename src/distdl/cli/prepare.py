@@ -61,17 +61,24 @@ def kind_of(argv: list[str]) -> tuple[ModuleType, list[str]]:
         raise SystemExit(0)
     if name[:1] in ("", "-"):
         raise UserError.at(
-            "prepare", "the first word names the source", "\n    ".join(shown), code="missing-key"
+            "prepare",
+            what="the first word names the source",
+            remedy="\n    ".join(shown),
+            code="missing-key",
         )
     if name not in KINDS and "." not in name:
         near = closest(name, KINDS)
-        remedy = f"did you mean: {COMMAND} {near} ..." if near else "\n    ".join(shown)
-        raise UserError.at(name, "is not a kind of source", remedy, code="wrong-choice")
+        raise UserError.at(
+            name,
+            what="is not a kind of source",
+            remedy=f"did you mean: {COMMAND} {near} ..." if near else "\n    ".join(shown),
+            code="wrong-choice",
+        )
     path = KINDS[name][0] if name in KINDS else name
     try:
         return importlib.import_module(path), argv[1:]
     except ImportError as error:
-        raise UserError.at(name, f"cannot import {path}: {error}", code="failed") from error
+        raise UserError.at(name, what=f"cannot import {path}: {error}", code="failed") from error
 
 
 def parse(module: ModuleType, argv: list[str]) -> argparse.Namespace:

@@ -50,15 +50,20 @@ def main(argv: Sequence[str]) -> Answer:
     platform, *words = options.words or [""]
     special = words[0] if words and words[0] in SPECIAL else ""
     if platform and platform != "azureml" and not options.help:
-        remedy = "python -m distdl provision azureml --help"
         raise UserError.at(
-            platform, "is not a platform that distdl can provision", remedy, code="wrong-kind"
+            platform,
+            what="is not a platform that distdl can provision",
+            remedy="python -m distdl provision azureml --help",
+            code="wrong-kind",
         )
     near = "" if special or not words or "=" in words[0] else closest(words[0], SPECIAL)
     if near:
-        remedy = f"did you mean: python -m distdl provision azureml {near}"
-        what = "is neither a word of provision azureml nor key=value"
-        raise UserError.at(words[0], what, remedy, code="unknown-key")
+        raise UserError.at(
+            words[0],
+            what="is neither a word of provision azureml nor key=value",
+            remedy=f"did you mean: python -m distdl provision azureml {near}",
+            code="unknown-key",
+        )
     from distdl.launchers.azureml import prices
     from distdl.launchers.azureml.provision import sas, settings
 
@@ -87,7 +92,9 @@ def values(words: Sequence[str]) -> dict[str, Any]:
         key = override.key_or_group
         if override.is_delete() or override.is_add() or override.is_sweep_override():
             problems.append(
-                Problem(key, "must set one value", f"write {key}=VALUE", code="incomplete")
+                Problem(
+                    key, what="must set one value", remedy=f"write {key}=VALUE", code="incomplete"
+                )
             )
         elif isinstance(value := override.value(), dict):
             settings |= {f"{key}.{name}": item for name, item in value.items()}

@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> Answer | int:
         remedy = "python -m distdl jobs list shows all runs"
         if newest is not None:
             remedy += f"; the newest: python -m distdl resume {shown(newest.path)}"
-        raise UserError.at("RUN", "name the run to resume", remedy, code="incomplete")
+        raise UserError.at("RUN", what="name the run to resume", remedy=remedy, code="incomplete")
     run = RunDirectory.open(options.run)
     if environment.detect() is not None:  # torchrun -m distdl resume RUN
         return external.main(lambda ranks: resuming.plan(run, options.overrides, ranks))

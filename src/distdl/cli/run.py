@@ -37,9 +37,12 @@ def _refuse_loose(words: Sequence[str]) -> None:
     if loose is None:
         loose = next(filter(_is_loose, command_line.parse([*words]).overrides), None)
     if loose is not None:
-        what = f"{loose!r} is no override, and there is no -- before a command"
-        remedy = f"did you mean: {_with_dashes(words, loose)}"
-        raise UserError.at("run", what, remedy, code="wrong-kind")
+        raise UserError.at(
+            "run",
+            what=f"{loose!r} is no override, and there is no -- before a command",
+            remedy=f"did you mean: {_with_dashes(words, loose)}",
+            code="wrong-kind",
+        )
 
 
 def _is_loose(word: str) -> bool:

@@ -51,18 +51,25 @@ def main(argv: Sequence[str]) -> Answer:
     modes = options.mode.split(",")
     problems = [
         Problem(
-            "--mode", f"there is no {mode!r}", "weak, strong, or weak,strong", code="incomplete"
+            "--mode",
+            what=f"there is no {mode!r}",
+            remedy="weak, strong, or weak,strong",
+            code="incomplete",
         )
         for mode in modes
         if mode not in ("weak", "strong")
     ]
     if options.between is not None and not 0 < options.between < math.inf:
         problems.append(
-            Problem("--between", f"must be more than 0, not {options.between}", code="out-of-range")
+            Problem(
+                "--between", what=f"must be more than 0, not {options.between}", code="out-of-range"
+            )
         )
     if options.predict is not None and options.predict < 2:
         problems.append(
-            Problem("--predict", f"must be 2 or more, not {options.predict}", code="out-of-range")
+            Problem(
+                "--predict", what=f"must be 2 or more, not {options.predict}", code="out-of-range"
+            )
         )
     devices = numbers("--devices", options.devices, problems)
     nodes = numbers("--nodes", options.nodes, problems)
@@ -98,7 +105,9 @@ def numbers(flag: str, text: str | None, problems: list[Problem]) -> list[int]:
     if any(number < 1 for number in counts):
         problems.append(
             Problem(
-                flag, f"must be numbers above 0, such as 1,2,4, not {text!r}", code="wrong-type"
+                flag,
+                what=f"must be numbers above 0, such as 1,2,4, not {text!r}",
+                code="wrong-type",
             )
         )
     return counts

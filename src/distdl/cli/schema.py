@@ -64,15 +64,22 @@ def main(argv: Sequence[str]) -> Answer:
     options = parser.parse_args(argv)
     name = " ".join(options.command)
     if bool(name) == bool(options.write):
-        what = "one of the two is needed: a name, or --write"
-        remedy = "python -m distdl schema --write .vscode"
-        raise UserError.at("schema", what, remedy, code="missing-key" if not name else "conflict")
+        raise UserError.at(
+            "schema",
+            what="one of the two is needed: a name, or --write",
+            remedy="python -m distdl schema --write .vscode",
+            code="missing-key" if not name else "conflict",
+        )
     if options.write:
         return _write(Path(options.write))
     if name not in NAMES:
         near = closest(name, NAMES)
-        remedy = f"did you mean: python -m distdl schema {near}" if near else listed
-        raise UserError.at(name, "there is no schema of it", remedy, code="wrong-choice")
+        raise UserError.at(
+            name,
+            what="there is no schema of it",
+            remedy=f"did you mean: python -m distdl schema {near}" if near else listed,
+            code="wrong-choice",
+        )
     document = _document(name)
     print(json.dumps(document, indent=1))
     return Answer(Schema(name, document))

@@ -86,7 +86,7 @@ def main(argv: Sequence[str]) -> Answer:
         known = [f"serve.{name}" for name in Settings.model_fields]
         raise UserError(*problems(error, values, known)) from None
     except ValueError as error:
-        raise UserError.at("", str(error), code="unreadable") from None
+        raise UserError.at("", what=str(error), code="unreadable") from None
     say(f"done    {counts['requests']} answered  {counts['rejected']} refused")
     return Answer(Served(shown(folder), counts["requests"], counts["rejected"]))
 
@@ -98,9 +98,11 @@ def model(source: Path) -> Path:
     for folder in (source, source / "artifacts" / "model"):
         if (folder / "model.json").is_file():
             if read_json(folder / "model.json").get("kind") == "weights":
-                what = "holds weights, which distdl serve does not run"
                 raise UserError.at(
-                    shown(folder), what, "python -m distdl serve RUN", code="unsupported"
+                    shown(folder),
+                    what="holds weights, which distdl serve does not run",
+                    remedy="python -m distdl serve RUN",
+                    code="unsupported",
                 )
             return folder
     run = RunDirectory.open(source)
@@ -110,8 +112,12 @@ def model(source: Path) -> Path:
     checkpoint = checkpoints.best_or_last(run.checkpoints)
     if not (checkpoint.exists() and export_of(run.path, checkpoint, format).exists()):
         if refusal:
-            instead = exportable_instead(recipe, shlex.quote(shown(run.path)))
-            raise UserError.at(str(source), refusal, instead, code="mismatch")
+            raise UserError.at(
+                str(source),
+                what=refusal,
+                remedy=exportable_instead(recipe, shlex.quote(shown(run.path))),
+                code="mismatch",
+            )
         from distdl.cli import export
 
         command = f"python -m distdl export {shlex.quote(shown(run.path))} --to {format}"
@@ -138,9 +144,12 @@ def loader(folder: Path, *, trust: bool = False) -> Callable[[], Scorer]:
         return load
     run = run_of(folder)
     if run is None:
-        what = "holds the code of its network, which would run here"
-        remedy = "--trust, if you would run code of whoever wrote it"
-        raise UserError.at(shown(folder), what, remedy, code="not-trusted")
+        raise UserError.at(
+            shown(folder),
+            what="holds the code of its network, which would run here",
+            remedy="--trust, if you would run code of whoever wrote it",
+            code="not-trusted",
+        )
 
     def load_ours() -> Scorer:
         from distdl.tools.serving.scorer import Scorer

@@ -45,7 +45,9 @@ def main(argv: Sequence[str]) -> Answer:
     options = parsed(argv)
     seconds, trial_seconds = checked(options)
     if importlib.util.find_spec("optuna") is None:
-        raise UserError.at("tune", "needs Optuna", install("optuna"), code="not-installed")
+        raise UserError.at(
+            "tune", what="needs Optuna", remedy=install("optuna"), code="not-installed"
+        )
 
     from distdl.launch import dry_run
     from distdl.tools.search import preparing, screen
@@ -114,21 +116,47 @@ def checked(options: argparse.Namespace) -> tuple[float | None, int | None]:
     for flag in ("trials", "parallel"):
         value = getattr(options, flag)
         if value is not None and value < 1:
-            what = f"must be 1 or more, not {value}"
-            problems.append(Problem(f"--{flag}", what, f"--{flag} 1", code="out-of-range"))
+            problems.append(
+                Problem(
+                    f"--{flag}",
+                    what=f"must be 1 or more, not {value}",
+                    remedy=f"--{flag} 1",
+                    code="out-of-range",
+                )
+            )
     if options.pruned_checkpoints == "remove" and options.pruner is None:
-        what = "no trial is pruned without --pruner"
         flag = "--pruned-checkpoints remove"
-        problems.append(Problem(flag, what, f"{flag} --pruner halving", code="conflict"))
+        problems.append(
+            Problem(
+                flag,
+                what="no trial is pruned without --pruner",
+                remedy=f"{flag} --pruner halving",
+                code="conflict",
+            )
+        )
     whole = _seconds(options.budget)
     if options.budget is not None and not whole:
-        what = f"{options.budget!r} is no time in which a trial can start"
-        problems.append(Problem("--budget", what, "--budget 90min or 2h", code="wrong-kind"))
+        problems.append(
+            Problem(
+                "--budget",
+                what=f"{options.budget!r} is no time in which a trial can start",
+                remedy="--budget 90min or 2h",
+                code="wrong-kind",
+            )
+        )
     each = _seconds(options.trial_budget)
     if options.trial_budget is not None and each < 1:
-        what = f"{options.trial_budget!r} is no time in which a trial can train, a second or more"
-        remedy = "--trial-budget 10min or 1h"
-        problems.append(Problem("--trial-budget", what, remedy, code="wrong-kind"))
+        problems.append(
+            Problem(
+                "--trial-budget",
+                what=(
+                    f"{options.trial_budget!r} is no time in which a trial can train, "
+                    "a second or more"
+                ),
+                remedy="--trial-budget 10min or 1h",
+                code="wrong-kind",
+            )
+        )
     if problems:
         raise UserError(*problems)
     return whole or None, round(each) or None
@@ -202,8 +230,12 @@ def alone(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            what = "another search of this study is at work"
-            raise UserError.at(str(folder), what, "wait for it", code="under-way") from None
+            raise UserError.at(
+                str(folder),
+                what="another search of this study is at work",
+                remedy="wait for it",
+                code="under-way",
+            ) from None
         try:
             yield
         except UserError:

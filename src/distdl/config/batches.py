@@ -128,9 +128,11 @@ def keep_global_batch(
     if rest or per_device < 1:
         raise UserError.at(
             "trainer.devices",
-            f"the run's global batch of {before} is not divisible by {_parts(config, size)}",
-            "choose a number of devices that divides it, or set the new batch: "
-            "data.batch_size=N, of each device",
+            what=f"the run's global batch of {before} is not divisible by {_parts(config, size)}",
+            remedy=(
+                "choose a number of devices that divides it, or set the new batch: "
+                "data.batch_size=N, of each device"
+            ),
             code="indivisible",
         )
     note = f"data.batch_size is {per_device} on {_shares(config, size)}: "

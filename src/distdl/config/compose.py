@@ -234,8 +234,17 @@ def prepare_overrides(overrides: Sequence[Override]) -> list[Override]:
         key = override.key_or_group
         body = re.sub(r"^(\+\+|\+|~)", "", line)
         if key.startswith("hydra") and not key.startswith("hydra.searchpath"):
-            what = "distdl chooses the folders of its runs: Hydra's setting would have no effect"
-            problems.append(Problem(key, what, words.for_key(key), code="reserved"))
+            problems.append(
+                Problem(
+                    key,
+                    what=(
+                        "distdl chooses the folders of its runs: "
+                        "Hydra's setting would have no effect"
+                    ),
+                    remedy=words.for_key(key),
+                    code="reserved",
+                )
+            )
         elif override.is_delete() or key.startswith("hydra"):
             options.append(override)
         elif not groups.is_group(key) or _is_mapping(override):
@@ -252,9 +261,15 @@ def prepare_overrides(overrides: Sequence[Override]) -> list[Override]:
     for layer, chosen in layers.items():
         if len(chosen) > 1:
             names = [text.partition("=")[2] for text in grammar.texts_of(chosen)]
-            remedy = f"choose one; a file builds on another by `- {names[0]}` under its defaults"
             problems.append(
-                Problem(layer, f"chosen twice: {', '.join(names)}", remedy, code="conflict")
+                Problem(
+                    layer,
+                    what=f"chosen twice: {', '.join(names)}",
+                    remedy=(
+                        f"choose one; a file builds on another by `- {names[0]}` under its defaults"
+                    ),
+                    code="conflict",
+                )
             )
     if problems:
         raise UserError(*problems)
@@ -292,14 +307,15 @@ def sweep(overrides: Sequence[Override], config_dirs: Sequence[str] = ()) -> lis
                 swept = override.is_sweep_override()
                 jobs = [f"{key}={v}" for v in override.sweep_string_iterator()] if swept else [text]
             except HydraException as error:
-                what = f"the values of {text} cannot be listed: {grammar.first_lines(error)}"
-                remedy = f"list them: {key}=a,b or {key}=range(1,4)"
                 raise UserError.at(
-                    override.key_or_group, what, remedy, code="unreadable"
+                    override.key_or_group,
+                    what=f"the values of {text} cannot be listed: {grammar.first_lines(error)}",
+                    remedy=f"list them: {key}=a,b or {key}=range(1,4)",
+                    code="unreadable",
                 ) from error
             if not jobs:
                 raise UserError.at(
-                    override.key_or_group, f"{text} matches nothing", code="not-found"
+                    override.key_or_group, what=f"{text} matches nothing", code="not-found"
                 )
             choices.append(jobs)
     return [list(job) for job in itertools.product(*choices)]

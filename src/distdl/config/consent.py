@@ -69,8 +69,12 @@ def _problem(key: str, value: object, door: doors.Door, speaker: Speaker) -> Pro
     what = f"{redact(text)} is {door.what}, and {who} cannot agree to that in your name"
     override = f"{key}=[{text}]" if door.each == "element" else f"{key}={text}"
     # The value may be anybody's text, and the command is there to be copied into a shell.
-    remedy = f"if you trust it: {shlex.quote(redact(override))}, or allow it in {trust.file()}"
-    return Problem(key, what, remedy, code="private")
+    return Problem(
+        key,
+        what=what,
+        remedy=f"if you trust it: {shlex.quote(redact(override))}, or allow it in {trust.file()}",
+        code="private",
+    )
 
 
 def _typed(value: object) -> str:

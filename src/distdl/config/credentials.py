@@ -111,8 +111,16 @@ def refuse(config: DictConfig, words: OwnWords) -> list[Problem]:
             continue
         if words.speaker(path, written) is Speaker.ELSEWHERE:
             typed = shlex.quote(f"{path}={redact(uri)}")
-            remedy = f"if you trust it: {typed}, or allow it in {trust.file()}: {_allowed(uri)}"
-            problems.append(Problem(path, _what(uri, sent), remedy, code="unsupported"))
+            problems.append(
+                Problem(
+                    path,
+                    what=_what(uri, sent),
+                    remedy=(
+                        f"if you trust it: {typed}, or allow it in {trust.file()}: {_allowed(uri)}"
+                    ),
+                    code="unsupported",
+                )
+            )
     return problems
 
 
@@ -143,7 +151,10 @@ def confirm(file: str, uri: str, typed: str, confirmed: str | None) -> None:
             f"if you trust it: {typed}{address}, or export MLFLOW_TRACKING_URI={address}, or in "
         )
         raise UserError.at(
-            file, _what(uri, sent), f"{remedy}{trust.file()}: {_allowed(uri)}", code="unsupported"
+            file,
+            what=_what(uri, sent),
+            remedy=f"{remedy}{trust.file()}: {_allowed(uri)}",
+            code="unsupported",
         )
 
 

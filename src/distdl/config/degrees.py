@@ -91,17 +91,25 @@ class Division:
             fit = [str(n) for n in range(2, ranks + 1) if ranks % n == 0]
             count = given[degree]
             what = f"{count} {degree.several} do not divide the {devices}"
-            remedy = f"strategy.{degree.key}={' or '.join(fit)}" if fit else enough
-            yield Problem(degree.key, what, remedy, code="indivisible")
+            yield Problem(
+                degree.key,
+                what=what,
+                remedy=f"strategy.{degree.key}={' or '.join(fit)}" if fit else enough,
+                code="indivisible",
+            )
             return
         what = f"{in_words(sizes)} are {product} devices, and the run has {ranks}"
         for degree, size in sizes.items():
             fitting, rest = divmod(ranks * size, product)
             if not rest and fitting:
-                remedy = f"strategy.{degree.key}={fitting}, or {enough}"
-                yield Problem(degree.key, what, remedy, code="indivisible")
+                yield Problem(
+                    degree.key,
+                    what=what,
+                    remedy=f"strategy.{degree.key}={fitting}, or {enough}",
+                    code="indivisible",
+                )
                 return
-        yield Problem(self.degrees[0].key, what, enough, code="indivisible")
+        yield Problem(self.degrees[0].key, what=what, remedy=enough, code="indivisible")
 
     def refuse(self, node: Mapping[str, object], ranks: int, nodes: int = 1) -> None:
         """Raises a UserError if the product of the degrees is not the number of ranks."""

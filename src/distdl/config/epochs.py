@@ -27,13 +27,16 @@ def problems(config: Mapping[str, Any], samples: int, world_size: int) -> Iterat
     batch, shares = sizes
     batches = samples // (batch * shares)
     if not batches:
-        what = (
-            f"{samples} training samples are fewer than one global batch of "
-            f"{batch} x {shares} = {batch * shares}"
-        )
         smaller = samples // shares
-        remedy = f"data.batch_size={smaller}" if smaller else "fewer devices, or more samples"
-        yield Problem("data.batch_size", what, remedy, code="not-enough")
+        yield Problem(
+            "data.batch_size",
+            what=(
+                f"{samples} training samples are fewer than one global batch of "
+                f"{batch} x {shares} = {batch * shares}"
+            ),
+            remedy=f"data.batch_size={smaller}" if smaller else "fewer devices, or more samples",
+            code="not-enough",
+        )
         return
     limits = [trainer.get("overfit_batches") or None, trainer.get("limit_train_batches")]
     trained = min([batches, *(limited(batches, limit) for limit in limits)])
@@ -41,9 +44,12 @@ def problems(config: Mapping[str, Any], samples: int, world_size: int) -> Iterat
     within_epochs = trainer.get("check_val_every_n_epoch", 1) is not None
     validates = trainer.get("limit_val_batches") != 0 and not trainer.get("fast_dev_run")
     if is_count(interval) and interval > trained > 0 and within_epochs and validates:
-        what = f"is {interval}, and an epoch has {trained} batches"
-        remedy = f"{trained} or less; to count over epochs: trainer.check_val_every_n_epoch=null"
-        yield Problem("trainer.val_check_interval", what, remedy, code="mismatch")
+        yield Problem(
+            "trainer.val_check_interval",
+            what=f"is {interval}, and an epoch has {trained} batches",
+            remedy=f"{trained} or less; to count over epochs: trainer.check_val_every_n_epoch=null",
+            code="mismatch",
+        )
 
 
 def unreached(config: Mapping[str, Any]) -> Iterator[str]:

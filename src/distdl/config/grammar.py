@@ -38,10 +38,13 @@ def parse_checked(overrides: Sequence[str]) -> list[Override]:
         try:
             found.append(parsed(text))
         except HydraException as error:
-            remedy = words.for_override(text, first_lines(error))
-            wrong = f"{redact(repr(text))} is not an override"
             problems.append(
-                Problem(text.partition("=")[0].strip(), wrong, remedy, code="wrong-kind")
+                Problem(
+                    text.partition("=")[0].strip(),
+                    what=f"{redact(repr(text))} is not an override",
+                    remedy=words.for_override(text, first_lines(error)),
+                    code="wrong-kind",
+                )
             )
     if problems:
         raise UserError(*problems)

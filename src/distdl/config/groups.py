@@ -102,14 +102,16 @@ def no_option(group: str, option: str, where: str = "") -> Problem:
     close = "none" if option == "null" and "none" in known else closest(named, known)
     close = named if named in known else close
     if remedy := words.for_choice(group, option):
-        return Problem(group, f"no option {option!r}{where}", remedy, code="unknown-key")
+        return Problem(
+            group, what=f"no option {option!r}{where}", remedy=remedy, code="unknown-key"
+        )
     hint = f"did you mean {group}={close}? " if close else user_conf.why_not_read(group, named)
     if parent := user_conf.parent_with(group, named):
         hint = f"{parent}/conf has it: cd {shlex.quote(str(parent))}; "
     return Problem(
         group,
-        f"no option {option!r}{where}",
-        f"{hint}available: {', '.join(known)}",
+        what=f"no option {option!r}{where}",
+        remedy=f"{hint}available: {', '.join(known)}",
         code="unknown-key",
     )
 
@@ -117,18 +119,26 @@ def no_option(group: str, option: str, where: str = "") -> Problem:
 def file_problem(text: str) -> Problem:
     """Hydra's error about a file's defaults list, in distdl's words if it is a known one."""
     if lists := re.match(r"In '([\w/]+)': .*\s.* with ListConfig", text):
-        remedy = "callbacks and tracking are mappings: callbacks: {NAME: {_target_: package.Class}}"
         return Problem(
-            f"{lists[1]}.yaml", "a list where distdl has a mapping", remedy, code="wrong-type"
+            f"{lists[1]}.yaml",
+            what="a list where distdl has a mapping",
+            remedy=(
+                "callbacks and tracking are mappings: callbacks: {NAME: {_target_: package.Class}}"
+            ),
+            code="wrong-type",
         )
     several = r"Multiple values for ([\w/]+)\S*\. .*'override [^:]+: (.+)'"
     if twice := re.match(rf"{several}|([\w/]+)\S* appears more than once", text):
         group = (twice[1] or twice[3]).rpartition("/")[2]
-        remedy = f"in the file: - override /{group}: {twice[2] or 'NAME'}"
-        return Problem(group, "a file's defaults choose it a second time", remedy, code="ambiguous")
+        return Problem(
+            group,
+            what="a file's defaults choose it a second time",
+            remedy=f"in the file: - override /{group}: {twice[2] or 'NAME'}",
+            code="ambiguous",
+        )
     unknown = re.match(r"(?:In '([\w/]+)': )?Could not (find|load|override) '([\w/.@-]+)'", text)
     if unknown is None:
-        return Problem("", text, code="unreadable")
+        return Problem("", what=text, code="unreadable")
     file, verb, asked = unknown.groups()
     asked, _, package = asked.partition("@")
     if file and package.startswith(f"{file.partition('/')[0]}."):
@@ -145,5 +155,5 @@ def file_problem(text: str) -> Problem:
     if where and near:
         remedy = f"in the file: - override /{near}: {option or 'NAME'}"
     if not remedy:
-        return Problem("", text, code="unreadable")
-    return Problem(last, f"no group of that name{where}", remedy, code="unknown-key")
+        return Problem("", what=text, code="unreadable")
+    return Problem(last, what=f"no group of that name{where}", remedy=remedy, code="unknown-key")

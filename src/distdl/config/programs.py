@@ -82,7 +82,9 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
     at = [*words].index("--")
     command = [*words][at + 1 :]
     if not command or not command[0]:
-        raise UserError.at("--", "there is no command behind it", USAGE, code="missing-key")
+        raise UserError.at(
+            "--", what="there is no command behind it", remedy=USAGE, code="missing-key"
+        )
     return [*words[:at]], [command_override(command)]
 
 
@@ -101,9 +103,11 @@ def words_of(command: object) -> object:
     try:
         return shlex.split(command)
     except ValueError as error:
-        what = f"cannot be split into words: {error}"
         raise UserError.at(
-            f"{SECTION}.command", what, "write it as a list", code="wrong-kind"
+            f"{SECTION}.command",
+            what=f"cannot be split into words: {error}",
+            remedy="write it as a list",
+            code="wrong-kind",
         ) from None
 
 
@@ -138,11 +142,10 @@ def _foreign(config: DictConfig, default: DictConfig, typed: Sequence[str]) -> I
     before: Any = OmegaConf.to_container(default, resolve=False)
     remedy = "leave it out, or leave out the section program"
     if "debug" in typed:
-        what = "its options are for trainings"
         yield Problem(
             "debug",
-            what,
-            "trainer.accelerator=cpu trainer.devices=1 makes a run small",
+            what="its options are for trainings",
+            remedy="trainer.accelerator=cpu trainer.devices=1 makes a run small",
             code="conflict",
         )
         return
@@ -150,7 +153,10 @@ def _foreign(config: DictConfig, default: DictConfig, typed: Sequence[str]) -> I
         said = key in typed or any(each.startswith(f"{key}.") for each in typed)
         if key not in KEPT and (said or value != before.get(key)) and key in before:
             yield Problem(
-                key, "a program has none, only trainings of distdl have", remedy, code="conflict"
+                key,
+                what="a program has none, only trainings of distdl have",
+                remedy=remedy,
+                code="conflict",
             )
     trainer, usual = plain.get("trainer"), before.get("trainer")
     both = isinstance(trainer, dict) and isinstance(usual, dict)
@@ -158,23 +164,26 @@ def _foreign(config: DictConfig, default: DictConfig, typed: Sequence[str]) -> I
         if key in TRAINER or value == usual.get(key):
             continue
         if near := closest(key, TRAINER):
-            what = "unknown key in trainer"
             yield Problem(
-                f"trainer.{key}", what, f"did you mean trainer.{near}?", code="unknown-key"
+                f"trainer.{key}",
+                what="unknown key in trainer",
+                remedy=f"did you mean trainer.{near}?",
+                code="unknown-key",
             )
         else:
-            what = "is an argument of Lightning's Trainer, which a program does not have"
             yield Problem(
-                f"trainer.{key}", what, f"a program has {', '.join(TRAINER)}", code="conflict"
+                f"trainer.{key}",
+                what="is an argument of Lightning's Trainer, which a program does not have",
+                remedy=f"a program has {', '.join(TRAINER)}",
+                code="conflict",
             )
     for key, node in (plain.get("tracking") or {}).items():
         named = node.get("_target_") if isinstance(node, dict) else None
         if key != TRACKED_BY or named != TRACKER:
-            what = "distdl hands a program only its run in MLflow"
             yield Problem(
                 f"tracking.{key}",
-                what,
-                "tracking=mlflow; log to others by yourself",
+                what="distdl hands a program only its run in MLflow",
+                remedy="tracking=mlflow; log to others by yourself",
                 code="conflict",
             )
             continue
@@ -183,23 +192,36 @@ def _foreign(config: DictConfig, default: DictConfig, typed: Sequence[str]) -> I
         for name in node if "_target_" in takes else ():
             if name not in takes:
                 near = closest(str(name), takes)
-                remedy = f"did you mean tracking.{key}.{near}?" if near else ", ".join(takes[1:])
-                what = "MLflowLogger takes no such argument"
-                yield Problem(f"tracking.{key}.{name}", what, remedy, code="unknown-key")
+                yield Problem(
+                    f"tracking.{key}.{name}",
+                    what="MLflowLogger takes no such argument",
+                    remedy=f"did you mean tracking.{key}.{near}?" if near else ", ".join(takes[1:]),
+                    code="unknown-key",
+                )
 
 
 def refuse_none(config: Mapping[Any, Any]) -> None:
     """Refuses a config without a command to start."""
     if not (config.get(SECTION) or {}).get("command"):
-        what = "there is neither a command behind -- nor one in a file (program.command)"
-        raise UserError.at("run", what, USAGE, code="missing-key")
+        raise UserError.at(
+            "run",
+            what="there is neither a command behind -- nor one in a file (program.command)",
+            remedy=USAGE,
+            code="missing-key",
+        )
 
 
 def refuse(config: Mapping[Any, Any], verb: str) -> None:
     """Refuses a program where only a training of distdl's can be looked into."""
     if is_program(config):
-        what = f"distdl {verb} looks into a training of distdl's, and a program is not known inside"
-        raise UserError.at(SECTION, what, code="unsupported")
+        raise UserError.at(
+            SECTION,
+            what=(
+                f"distdl {verb} looks into a training of distdl's, "
+                "and a program is not known inside"
+            ),
+            code="unsupported",
+        )
 
 
 def undeclared(config: DictConfig, typed: Sequence[str]) -> Iterator[Problem]:
@@ -219,7 +241,9 @@ def undeclared(config: DictConfig, typed: Sequence[str]) -> Iterator[Problem]:
         if name.partition(".")[0] not in known:
             near = closest(name, known)
             declare = f"declare it: +params.{name}=..., or under program.params in the file"
-            remedy = f"did you mean params.{near}?" if near else declare
             yield Problem(
-                f"params.{name}", "is no parameter of the program", remedy, code="unknown-key"
+                f"params.{name}",
+                what="is no parameter of the program",
+                remedy=f"did you mean params.{near}?" if near else declare,
+                code="unknown-key",
             )

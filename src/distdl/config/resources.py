@@ -48,9 +48,12 @@ def visible() -> list[str]:
     if gpus:  # one that does not exist ends the list
         names = list(itertools.takewhile(exists, names))
     if not names and re.match(r"\s*(\d|GPU-|MIG-)", text):
-        what = f"{text!r} names GPUs, and CUDA shows none: one is named twice, or does not exist"
-        remedy = f"export {VISIBLE}=0,1 (nvidia-smi -L lists them), or unset it"
-        raise UserError.at(VISIBLE, what, remedy, code="ambiguous")
+        raise UserError.at(
+            VISIBLE,
+            what=f"{text!r} names GPUs, and CUDA shows none: one is named twice, or does not exist",
+            remedy=f"export {VISIBLE}=0,1 (nvidia-smi -L lists them), or unset it",
+            code="ambiguous",
+        )
     return names
 
 
@@ -98,9 +101,12 @@ def resolve(asked: Size, *, local: bool, known: tuple[int, str] | None = None) -
     if not local:
         return _elsewhere(accelerator, devices, num_nodes, known)
     if num_nodes != 1:
-        what = f"launcher=local is this one machine, and {num_nodes} nodes are asked for"
-        remedy = "write trainer.num_nodes=1, or choose a launcher that starts several nodes"
-        raise UserError.at("trainer.num_nodes", what, remedy, code="unsupported")
+        raise UserError.at(
+            "trainer.num_nodes",
+            what=f"launcher=local is this one machine, and {num_nodes} nodes are asked for",
+            remedy="write trainer.num_nodes=1, or choose a launcher that starts several nodes",
+            code="unsupported",
+        )
     names = visible() if accelerator in ("auto", "gpu", "cuda") else []
     gpus = len(names)
     shown_by = f"{VISIBLE}={os.environ[VISIBLE]!r}" if VISIBLE in os.environ else "nvidia-smi"
@@ -110,18 +116,23 @@ def resolve(asked: Size, *, local: bool, known: tuple[int, str] | None = None) -
         accelerator = "gpu" if gpus else without_nvidia
     accelerator = "gpu" if accelerator == "cuda" else accelerator
     if accelerator == "gpu" and not gpus:
-        what = f"a GPU is asked for, and this machine shows none (see {shown_by})"
-        remedy = "write trainer.accelerator=cpu, or add debug=cpu for a short run on the CPU"
-        raise UserError.at("trainer.accelerator", what, remedy, code="not-enough")
+        raise UserError.at(
+            "trainer.accelerator",
+            what=f"a GPU is asked for, and this machine shows none (see {shown_by})",
+            remedy="write trainer.accelerator=cpu, or add debug=cpu for a short run on the CPU",
+            code="not-enough",
+        )
     if isinstance(devices, (list, tuple)):
         ids = _chosen(devices, names, accelerator, shown_by)
         return Resources(1, len(devices), accelerator, ids)
     if devices in ("auto", -1, None):
         devices = gpus if accelerator == "gpu" else 1
     if accelerator == "gpu" and devices > gpus:
-        what = f"{devices} are asked for, and this machine shows {gpus} (see {shown_by})"
         raise UserError.at(
-            "trainer.devices", what, f"write trainer.devices={gpus}", code="not-enough"
+            "trainer.devices",
+            what=f"{devices} are asked for, and this machine shows {gpus} (see {shown_by})",
+            remedy=f"write trainer.devices={gpus}",
+            code="not-enough",
         )
     return Resources(1, int(devices), accelerator)
 
@@ -145,7 +156,7 @@ def _chosen(
         remedy = f"write trainer.devices={len(names)} for all of them"
     else:
         return tuple(names[index] for index in indices)
-    raise UserError.at("trainer.devices", what, remedy, code="out-of-range")
+    raise UserError.at("trainer.devices", what=what, remedy=remedy, code="out-of-range")
 
 
 def _elsewhere(
@@ -157,9 +168,12 @@ def _elsewhere(
     if known and accelerator == "auto":
         accelerator = known[1]
     if not isinstance(devices, int) or devices < 1:
-        what = f"{devices!r} cannot be counted from here"
-        remedy = "write the number of devices per node, e.g. trainer.devices=4"
-        raise UserError.at("trainer.devices", what, remedy, code="unreadable")
+        raise UserError.at(
+            "trainer.devices",
+            what=f"{devices!r} cannot be counted from here",
+            remedy="write the number of devices per node, e.g. trainer.devices=4",
+            code="unreadable",
+        )
     # Never "auto" on a cluster: a missing GPU must be an error there, not a training on the CPU.
     return Resources(num_nodes, devices, "cpu" if accelerator == "cpu" else "gpu")
 

@@ -39,9 +39,12 @@ def check(
             wrong.append(misfit)
     for path, same in typed.by_path(wrong).items():
         either = typed.either(same)
-        remedy = _remedy(path, either, values)
-        what = f"must be {either}, not {show(path)}"
-        yield Problem(path_text(path), what, remedy, code=same[0].code)
+        yield Problem(
+            path_text(path),
+            what=f"must be {either}, not {show(path)}",
+            remedy=_remedy(path, either, values),
+            code=same[0].code,
+        )
 
 
 def _misfits(values: Mapping[str, Any]) -> Iterator[Misfit]:
@@ -87,8 +90,12 @@ def _unknown(
         for key, item in value.items():
             yield from _unknown((*path, key), item, known, config)
     else:
-        remedy = words.for_key(text, value, config) or did_you_mean(text, known())
-        yield Problem(text, f"unknown key in {section or 'the config'}", remedy, code="unknown-key")
+        yield Problem(
+            text,
+            what=f"unknown key in {section or 'the config'}",
+            remedy=words.for_key(text, value, config) or did_you_mean(text, known()),
+            code="unknown-key",
+        )
 
 
 def _absent(
@@ -97,7 +104,7 @@ def _absent(
     text = path_text(path)
     if deeper[-1:] != ("_target_",):
         full = path_text((*path, *deeper))
-        return Problem(full, "missing", f"write {full}=...", code="missing-key")
+        return Problem(full, what="missing", remedy=f"write {full}=...", code="missing-key")
     assert isinstance(value, Mapping)  # which lacks it
     keys = ", ".join(map(str, value)) or "nothing"
     what = f"names no class (_target_), only {keys}"
@@ -112,7 +119,7 @@ def _absent(
         what = f"names no class (_target_) to take {keys} ({text}=none, or an incomplete file)"
         argument = f"the model's own argument, such as model.{next(iter(value))}=..."
         remedy = f"{argument}, or {choose}"
-    return Problem(text, what, remedy, code="missing-key")
+    return Problem(text, what=what, remedy=remedy, code="missing-key")
 
 
 def _remedy(path: Path, expected: str, values: Mapping[str, Any]) -> str:

@@ -59,8 +59,12 @@ def of_target(target: object) -> TaskFacts:
     """
     base = next(_classes(BASE, set()), None)
     if base is None:
-        what = f"the source of {BASE} is not found, or is no Python"
-        raise UserError.at("", what, "install distdl again: it is damaged", code="unreadable")
+        raise UserError.at(
+            "",
+            what=f"the source of {BASE} is not found, or is no Python",
+            remedy="install distdl again: it is damaged",
+            code="unreadable",
+        )
     values = _literals(base)
     for cls in reversed([*_classes(str(target), {BASE})]):
         values |= _literals(cls)

@@ -47,22 +47,27 @@ def read() -> list[dict[str, Any]]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError.at(str(path), f"cannot be read: {error}", code="unreadable") from None
+        raise UserError.at(str(path), what=f"cannot be read: {error}", code="unreadable") from None
     for each in (path.resolve(), path.resolve().parent):
         _refuse_others(each)
     try:
         content = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that does not exist
         what = " ".join(str(error).split())
-        raise UserError.at(str(path), f"is not YAML: {what}", code="damaged-file") from None
+        raise UserError.at(str(path), what=f"is not YAML: {what}", code="damaged-file") from None
     if content is None:
         return []
     if not isinstance(content, dict):
         raise UserError.at(
-            str(path), "is not a mapping", "project.allow: [package]", code="wrong-type"
+            str(path), what="is not a mapping", remedy="project.allow: [package]", code="wrong-type"
         )
     problems = [
-        Problem(str(path), f"{key} is not a key that needs trust", _remedy(key), code="wrong-kind")
+        Problem(
+            str(path),
+            what=f"{key} is not a key that needs trust",
+            remedy=_remedy(key),
+            code="wrong-kind",
+        )
         for key in flat_paths(content)
         if key != "credentials.to" and not doors.names(key)
     ]
@@ -82,11 +87,19 @@ def _refuse_others(path: Path) -> None:
     """Refuses a file or folder that another user owns or may write."""
     status = path.stat()
     if status.st_uid not in (os.geteuid(), 0):
-        what = f"{path} belongs to another user (uid {status.st_uid})"
-        raise UserError.at("trust.yaml", what, f"chown {os.geteuid()} {path}", code="private")
+        raise UserError.at(
+            "trust.yaml",
+            what=f"{path} belongs to another user (uid {status.st_uid})",
+            remedy=f"chown {os.geteuid()} {path}",
+            code="private",
+        )
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        what = f"others may write {path}, and so trust in your name"
-        raise UserError.at("trust.yaml", what, f"chmod go-w {path}", code="private")
+        raise UserError.at(
+            "trust.yaml",
+            what=f"others may write {path}, and so trust in your name",
+            remedy=f"chmod go-w {path}",
+            code="private",
+        )
 
 
 def _remedy(key: str) -> str:

@@ -34,15 +34,15 @@ def folder() -> Path | None:
     named = os.environ.get(VARIABLE)
     path = Path(named or "conf").resolve()
     if named and not path.is_dir():
-        raise UserError.at(VARIABLE, f"{named!r} is not a folder", code="wrong-kind")
+        raise UserError.at(VARIABLE, what=f"{named!r} is not a folder", code="wrong-kind")
     # A run's folder may come from somebody else.
     if not path.is_dir() or (not named and in_a_run(path)) or path.samefile(_shipped()):
         return None
     if (path / "distdl.yaml").exists():
         raise UserError.at(
             f"{path.name}/distdl.yaml",
-            "would replace distdl's primary config; a folder of yours adds options to groups",
-            f"rename it, or point {VARIABLE} to another folder",
+            what="would replace distdl's primary config; a folder of yours adds options to groups",
+            remedy=f"rename it, or point {VARIABLE} to another folder",
             code="reserved",
         )
     return path
@@ -137,8 +137,14 @@ def broken() -> list[Problem]:
                 defaults = _read(file).get("defaults")
             except UnicodeDecodeError as error:
                 line = error.object.count(b"\n", 0, error.start) + 1
-                what = f"is not UTF-8: {error.reason}, line {line}"
-                problems.append(Problem(str(file), what, "save it as UTF-8", code="damaged-file"))
+                problems.append(
+                    Problem(
+                        str(file),
+                        what=f"is not UTF-8: {error.reason}, line {line}",
+                        remedy="save it as UTF-8",
+                        code="damaged-file",
+                    )
+                )
                 continue
             group = file.parent.relative_to(top)
             names[str(group / file.stem)] = [
@@ -151,8 +157,14 @@ def broken() -> list[Problem]:
             return problems
         except CycleError as error:
             ring = error.args[1][::-1]  # from a file to the one it names
-            what = f"names itself under defaults: {' -> '.join(ring)}"
-            problems.append(Problem(f"{ring[0]}.yaml", what, "remove that line", code="ambiguous"))
+            problems.append(
+                Problem(
+                    f"{ring[0]}.yaml",
+                    what=f"names itself under defaults: {' -> '.join(ring)}",
+                    remedy="remove that line",
+                    code="ambiguous",
+                )
+            )
             names = {name: after for name, after in names.items() if name not in ring}
 
 
@@ -176,7 +188,7 @@ def register(config_dirs: Sequence[str] = ()) -> None:
 
     _further[:] = [Path(directory).resolve() for directory in config_dirs]
     absent = [
-        Problem("--config-dir", f"{d} is not a folder", code="wrong-kind")
+        Problem("--config-dir", what=f"{d} is not a folder", code="wrong-kind")
         for d in _further
         if not d.is_dir()
     ]

@@ -47,9 +47,12 @@ def find(root: Path, node: Mapping[str, Any]) -> dict[str, SplitFiles]:
     for files in splits.values():
         for file in files.annotations:
             if file.member:
-                what = f"{file.path} holds the annotations, which are read at many places"
-                remedy = f"unzip it there, or {PREPARE.format(root)}"
-                raise UserError.at("data.root", what, remedy, code="unsupported")
+                raise UserError.at(
+                    "data.root",
+                    what=f"{file.path} holds the annotations, which are read at many places",
+                    remedy=f"unzip it there, or {PREPARE.format(root)}",
+                    code="unsupported",
+                )
     return splits
 
 
@@ -58,9 +61,15 @@ def check(root: Path, node: Mapping[str, Any]) -> tuple[list[Problem], dict[str,
     they could be opened."""
     opened: dict[str, CocoFolder] = {}
     if not root.is_dir():
-        what = f"{root} is a file" if root.exists() else f"{root} does not exist"
         code = "wrong-kind" if root.exists() else "not-found"
-        return [Problem("root", what, "data.root=/path/to/coco", code=code)], opened
+        return [
+            Problem(
+                "root",
+                what=f"{root} is a file" if root.exists() else f"{root} does not exist",
+                remedy="data.root=/path/to/coco",
+                code=code,
+            )
+        ], opened
     try:
         with readable("root"):
             splits = find(root, node)
@@ -68,8 +77,14 @@ def check(root: Path, node: Mapping[str, Any]) -> tuple[list[Problem], dict[str,
             if missing:
                 what = f"{root} has no annotation file of {' and '.join(missing)}"
                 (label, *_) = node.get("labels") or coco_layout.LABELS
-                remedy = f"it must hold {LAYOUT.format(label)}"
-                return [Problem("root", what, remedy, code="incomplete")], opened
+                return [
+                    Problem(
+                        "root",
+                        what=what,
+                        remedy=f"it must hold {LAYOUT.format(label)}",
+                        code="incomplete",
+                    )
+                ], opened
             for split, files in splits.items():
                 opened[split] = CocoFolder(split, files, None)
     except UserError as error:
@@ -77,8 +92,14 @@ def check(root: Path, node: Mapping[str, Any]) -> tuple[list[Problem], dict[str,
     first = next(iter(opened.values()))  # of training, if it is there
     problems = [*check_training(first, node)]
     if not node.get(PREDICTS) and not first.annotations.count_all:
-        remedy = "name a file with objects: data.annotations={train: [FILE]}"
-        problems.append(Problem("root", f"{first.source} {NOTHING}", remedy, code="not-enough"))
+        problems.append(
+            Problem(
+                "root",
+                what=f"{first.source} {NOTHING}",
+                remedy="name a file with objects: data.annotations={train: [FILE]}",
+                code="not-enough",
+            )
+        )
     for samples in opened.values():
         problems += check_categories(first, samples)
         problems += check_boxes(samples)
@@ -95,8 +116,12 @@ def check_training(samples: CocoFolder, node: Mapping[str, Any]) -> Iterable[Pro
     to that."""
     count = len(samples.classes)
     if node.get("num_classes") not in (None, count):
-        what = f"is {node['num_classes']}, but {samples.source} has {count} categories"
-        yield Problem("num_classes", what, f"data.num_classes={count}", code="mismatch")
+        yield Problem(
+            "num_classes",
+            what=f"is {node['num_classes']}, but {samples.source} has {count} categories",
+            remedy=f"data.num_classes={count}",
+            code="mismatch",
+        )
     yield from check_fields(samples, node)
 
 
@@ -105,9 +130,11 @@ def check_fields(samples: CocoFolder, node: Mapping[str, Any]) -> Iterable[Probl
     for key, field in needed_fields(node):
         lacking = samples.lacking(field)
         if lacking is not None:
-            what = f"{samples.source}: annotation {lacking} has no {field}"
             yield Problem(
-                key, what, f"data.{key}=false, with a model that needs none", code="incomplete"
+                key,
+                what=f"{samples.source}: annotation {lacking} has no {field}",
+                remedy=f"data.{key}=false, with a model that needs none",
+                code="incomplete",
             )
 
 
@@ -130,8 +157,12 @@ def check_categories(train: CocoFolder, other: CocoFolder) -> Iterable[Problem]:
     if named[1] and named[0] != named[1]:
         differing = sorted(named[0].items() ^ named[1].items())
         shown = first_few([f"{identity} {name!r}" for identity, name in differing])
-        what = f"the categories of {train.source} and {other.source} differ: {shown}"
-        yield Problem("root", what, "both need the same ids and names", code="mismatch")
+        yield Problem(
+            "root",
+            what=f"the categories of {train.source} and {other.source} differ: {shown}",
+            remedy="both need the same ids and names",
+            code="mismatch",
+        )
 
 
 def check_boxes(samples: CocoFolder) -> Iterable[Problem]:
@@ -140,8 +171,12 @@ def check_boxes(samples: CocoFolder) -> Iterable[Problem]:
     if outside:
         have = "annotations have boxes" if len(outside) > 1 else "annotation has a box"
         where = "outside of the image, or with a negative side"
-        what = f"{samples.source}: {len(outside):,} {have} {where}: {first_few(outside)}"
-        yield Problem("root", what, "correct or remove them", code="out-of-range")
+        yield Problem(
+            "root",
+            what=f"{samples.source}: {len(outside):,} {have} {where}: {first_few(outside)}",
+            remedy="correct or remove them",
+            code="out-of-range",
+        )
 
 
 class CocoFolder(EncodedData):
@@ -179,12 +214,15 @@ class CocoFolder(EncodedData):
         missing = self.images.missing(names)
         if missing:
             where = first_few([str(place) for place in self.images.places]) or "the folder"
-            what = (
-                f"{len(missing):,} of {len(names):,} images of {self.source} are not in {where}: "
-                f"{first_few(missing)}"
-            )
             raise UserError.at(
-                "data.root", what, f"data.images={{{self.split}: [PATH]}}", code="incomplete"
+                "data.root",
+                what=(
+                    f"{len(missing):,} of {len(names):,} images of {self.source} are not in "
+                    f"{where}: "
+                    f"{first_few(missing)}"
+                ),
+                remedy=f"data.images={{{self.split}: [PATH]}}",
+                code="incomplete",
             )
 
     def _key(self) -> str:

@@ -129,9 +129,11 @@ class EncodedData(Dataset[dict[str, Any]]):
             first = next(iter(damaged), "")
             weight = np.float32(not damaged)
             return {**seen, "weight": weight, "damaged": first}
-        what = f"{len(damaged)} images in a row cannot be decoded, from {damaged[0]}"
         raise UserError.at(
-            "data.root", what, "to count them: python -m distdl data check", code="unreadable"
+            "data.root",
+            what=f"{len(damaged)} images in a row cannot be decoded, from {damaged[0]}",
+            remedy="to count them: python -m distdl data check",
+            code="unreadable",
         )
 
     def _seen(self, index: int, epoch: int, view: View) -> dict[str, Any]:
@@ -291,9 +293,11 @@ class Damage:
         if messages and self.on_damaged == "error":
             in_shard = ".tar:" in messages[0]
             repair = "copy or prepare its shard again" if in_shard else "replace or remove it"
-            remedy = f"{repair}, or skip damaged images: data.on_damaged=skip"
             raise UserError.at(
-                "data.root", f"cannot decode {messages[0]}", remedy, code="unreadable"
+                "data.root",
+                what=f"cannot decode {messages[0]}",
+                remedy=f"{repair}, or skip damaged images: data.on_damaged=skip",
+                code="unreadable",
             )
         self.in_epoch += len(messages)
         for text in messages:

@@ -30,24 +30,42 @@ def check_folder(root: Path, num_classes: int | None) -> Iterable[Problem]:
     """
     if root.is_file():
         remedy = f"{unpacking.first(root)}name the folder that holds train/ and val/"
-        problems = [Problem("root", f"{root} is a file", remedy, code="wrong-kind")]
+        problems = [Problem("root", what=f"{root} is a file", remedy=remedy, code="wrong-kind")]
     elif not root.is_dir():
-        what = f"no such folder: {root}"
-        problems = [Problem("root", what, "data.root=/path/to/images", code="not-found")]
+        problems = [
+            Problem(
+                "root",
+                what=f"no such folder: {root}",
+                remedy="data.root=/path/to/images",
+                code="not-found",
+            )
+        ]
     elif (root / WORK).is_dir():
-        what = f"{root}: its preparation was interrupted, or is under way"
         remedy = "the same `prepare` command resumes it"
-        problems = [Problem("root", what, remedy, code="under-way")]
+        problems = [
+            Problem(
+                "root",
+                what=f"{root}: its preparation was interrupted, or is under way",
+                remedy=remedy,
+                code="under-way",
+            )
+        ]
     elif kaggle := kaggle_below(root):
-        what = f"{root} is ImageNet as Kaggle has it: val/ has no class folders"
         source = f"prepare imagenet --source {shlex.quote(str(kaggle))}"
         remedy = f"python -m distdl {source} --to OUT, then data.root=OUT"
-        problems = [Problem("root", what, remedy, code="incomplete")]
+        problems = [
+            Problem(
+                "root",
+                what=f"{root} is ImageNet as Kaggle has it: val/ has no class folders",
+                remedy=remedy,
+                code="incomplete",
+            )
+        ]
     else:
         remedy = "it must hold train/<class>/ and val/<class>/"
         missing = [split for split in ("train", "val") if not (root / split).is_dir()]
         problems = [
-            Problem("root", f"{root} has no {split}/", remedy, code="incomplete")
+            Problem("root", what=f"{root} has no {split}/", remedy=remedy, code="incomplete")
             for split in missing
         ]
     yield from problems
@@ -57,10 +75,16 @@ def check_folder(root: Path, num_classes: int | None) -> Iterable[Problem]:
     if train != val:
         yield different_classes("root", train, val)
     elif not train:
-        yield Problem("root", f"{root / 'train'} has no class folder", remedy, code="incomplete")
+        yield Problem(
+            "root", what=f"{root / 'train'} has no class folder", remedy=remedy, code="incomplete"
+        )
     if num_classes is not None and num_classes != len(train):
-        what = f"is {num_classes}, but {root / 'train'} has {len(train)} class folders"
-        yield Problem("num_classes", what, f"data.num_classes={len(train)}", code="mismatch")
+        yield Problem(
+            "num_classes",
+            what=f"is {num_classes}, but {root / 'train'} has {len(train)} class folders",
+            remedy=f"data.num_classes={len(train)}",
+            code="mismatch",
+        )
 
 
 def count_up_to(folder: Path, enough: int) -> int:

@@ -116,11 +116,15 @@ class KeyedDataset(Dataset[Any]):
         if not self.with_weight:
             return sample
         if not isinstance(sample, dict):
-            what = (
-                "exact_evaluation = True needs samples that are dicts, to carry weight and index; "
-                f"{type(self.dataset).__name__} gave {type(sample).__name__}"
+            raise UserError.at(
+                "",
+                what=(
+                    "exact_evaluation = True needs samples that are dicts, "
+                    "to carry weight and index; "
+                    f"{type(self.dataset).__name__} gave {type(sample).__name__}"
+                ),
+                code="wrong-type",
             )
-            raise UserError.at("", what, code="wrong-type")
         # A NumPy scalar, since default_collate turns Python floats into float64. A sample may have
         # a weight of 0 itself (a damaged image that was replaced by another one).
         weight = np.float32(key.weight * sample.get("weight", 1.0))

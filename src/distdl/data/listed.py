@@ -44,7 +44,7 @@ class ListedImages(EncodedImages):
             if others:
                 what += f" (left out: {others})"
             raise UserError.at(
-                "data.root", what, f"{', '.join(FORMATS)} are read", code="incomplete"
+                "data.root", what=what, remedy=f"{', '.join(FORMATS)} are read", code="incomplete"
             )
         # In one array, of which workers make no copies: see `FolderImages`.
         self._names = np.array([os.fsencode(name) for name in listed])

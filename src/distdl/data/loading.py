@@ -261,27 +261,34 @@ class _Share:
                 self.notes.warn(text.format(self.world_size))
             return self._unchanged(loader, "an iterable dataset" if shards is None else None)
         name = type(loader.dataset).__name__
-        what = (
-            f"train_dataloader: it is unknown whether {name}, an iterable dataset, gives "
-            f"{self.world_size} ranks different samples"
-        )
         remedy = (
             f"set shards_itself = True on {name} if it asks for the rank itself, or False to "
             f"let each rank take every {ordinal(self.world_size)} sample; or leave all "
             "loaders alone"
         )
-        raise UserError.at("data", what, f"{remedy}: {LEAVE}", code="unreadable")
+        raise UserError.at(
+            "data",
+            what=(
+                f"train_dataloader: it is unknown whether {name}, an iterable dataset, gives "
+                f"{self.world_size} ranks different samples"
+            ),
+            remedy=f"{remedy}: {LEAVE}",
+            code="unreadable",
+        )
 
     def _refuse_unsharded(self, loader: DataLoader[Any], why: str) -> DataLoader[Any]:
         name = type(loader).__name__
         if self.world_size == 1 or self.stage != "train":
             return self._unchanged(loader, f"left unchanged ({name}: {why})")
-        what = (
-            "train_dataloader: the ranks would all train on the same samples, since "
-            f"{name} cannot be given one rank's share: {why}"
+        raise UserError.at(
+            "data",
+            what=(
+                "train_dataloader: the ranks would all train on the same samples, since "
+                f"{name} cannot be given one rank's share: {why}"
+            ),
+            remedy=f"change the loader; or shard it yourself, and leave all loaders alone: {LEAVE}",
+            code="unsupported",
         )
-        remedy = f"change the loader; or shard it yourself, and leave all loaders alone: {LEAVE}"
-        raise UserError.at("data", what, remedy, code="unsupported")
 
     def _unchanged(self, loader: Loader, why: str | None = None) -> Loader:
         """Counts a loader that is not sharded, and returns it unchanged, with its warnings."""

@@ -114,30 +114,51 @@ def problems(node: Mapping[str, Any]) -> Iterable[Problem]:
     mix = node.get("mix") or ()
     usual = "'data.mix=[{root: /more/images, weight: 0.2}]'"
     if isinstance(mix, str) or not isinstance(mix, Sequence):
-        yield Problem("mix", f"is {mix!r}, not a list of sets", usual, code="wrong-type")
+        yield Problem(
+            "mix", what=f"is {mix!r}, not a list of sets", remedy=usual, code="wrong-type"
+        )
         return
     right = 0
     for number, entry in enumerate(mix):
         path = f"mix[{number}]"
         if not isinstance(entry, Mapping) or entry.keys() != {"root", "weight"}:
-            what = "is not a mapping with root and weight alone"
-            yield Problem(path, what, usual, code="wrong-type")
+            yield Problem(
+                path,
+                what="is not a mapping with root and weight alone",
+                remedy=usual,
+                code="wrong-type",
+            )
         elif not isinstance(entry["root"], str):
-            what = f"is {entry['root']!r}, not a folder or an address"
-            yield Problem(f"{path}.root", what, usual, code="wrong-type")
+            yield Problem(
+                f"{path}.root",
+                what=f"is {entry['root']!r}, not a folder or an address",
+                remedy=usual,
+                code="wrong-type",
+            )
         elif type(entry["weight"]) not in (int, float) or not 0 < entry["weight"] < 1:
-            what = f"is {entry['weight']!r}, not a share of the epoch above 0 and below 1"
-            yield Problem(f"{path}.weight", what, usual, code="out-of-range")
+            yield Problem(
+                f"{path}.weight",
+                what=f"is {entry['weight']!r}, not a share of the epoch above 0 and below 1",
+                remedy=usual,
+                code="out-of-range",
+            )
         else:
             right += 1
     if mix and right == len(mix) and weights(mix)[0] <= 0:
-        what = f"the weights make {1 - weights(mix)[0]:g}, so nothing is left of data.root"
-        yield Problem("mix", what, "weights that make less than 1", code="out-of-range")
+        yield Problem(
+            "mix",
+            what=f"the weights make {1 - weights(mix)[0]:g}, so nothing is left of data.root",
+            remedy="weights that make less than 1",
+            code="out-of-range",
+        )
     for key, value in (("cache_gb", None), ("order", "shuffled")):
         if mix and node.get(key, value) != value:
-            what = "a mixture is shuffled as a whole, so each node holds all of its sets"
-            remedy = f"data.{key}={'null' if value is None else value}"
-            yield Problem(key, what, remedy, code="conflict")
+            yield Problem(
+                key,
+                what="a mixture is shuffled as a whole, so each node holds all of its sets",
+                remedy=f"data.{key}={'null' if value is None else value}",
+                code="conflict",
+            )
 
 
 def _shares(total: int, weights: Sequence[float]) -> list[int]:

@@ -137,8 +137,12 @@ class StoredObjects(StoredData):
     ) -> Iterable[Problem | str]:
         split = config.get("predict_split", "val")
         if split not in ("train", "val", "test"):
-            what = f"is {split!r}, not train, val or test"
-            yield Problem("predict_split", what, "data.predict_split=test", code="wrong-choice")
+            yield Problem(
+                "predict_split",
+                what=f"is {split!r}, not train, val or test",
+                remedy="data.predict_split=test",
+                code="wrong-choice",
+            )
             return
         run = (context or {}).get("config") or {}
         limit = (run.get("trainer") or {}).get("limit_val_batches", 1.0)
@@ -155,7 +159,9 @@ class StoredObjects(StoredData):
             return
         why = unfit(val.annotations.federated, val.annotations.labelled)
         if why:
-            yield Problem("root", f"{val.source} {why}", NO_VALIDATION, code="incomplete")
+            yield Problem(
+                "root", what=f"{val.source} {why}", remedy=NO_VALIDATION, code="incomplete"
+            )
         elif not problems:
             yield from coco_folder.check_fields(val, node)
 
@@ -172,20 +178,34 @@ class StoredObjects(StoredData):
         if node.get(VALIDATES):
             why = unfit(data.manifest.federated, data.manifest.splits["val"].labelled)
             if why:
-                what = f"val of {data.store.uri} {why}"
-                yield Problem("root", what, NO_VALIDATION, code="incomplete")
+                yield Problem(
+                    "root",
+                    what=f"val of {data.store.uri} {why}",
+                    remedy=NO_VALIDATION,
+                    code="incomplete",
+                )
         if not node.get(PREDICTS) and not _may_learn(data):
-            what = f"train of {data.store.uri} {coco_folder.NOTHING}"
-            yield Problem("root", what, WITH_OBJECTS, code="not-enough")
+            yield Problem(
+                "root",
+                what=f"train of {data.store.uri} {coco_folder.NOTHING}",
+                remedy=WITH_OBJECTS,
+                code="not-enough",
+            )
         count = len(data.manifest.categories)
         if node.get("num_classes") not in (None, count):
-            what = f"is {node['num_classes']}, but {data.store.uri} has {count} categories"
-            yield Problem("num_classes", what, f"data.num_classes={count}", code="mismatch")
+            yield Problem(
+                "num_classes",
+                what=f"is {node['num_classes']}, but {data.store.uri} has {count} categories",
+                remedy=f"data.num_classes={count}",
+                code="mismatch",
+            )
         for key, field in coco_folder.needed_fields(node):
             if field not in data.manifest.holds:
-                what = f"{data.store.uri} has no {key}: its objects have no {field}"
                 yield Problem(
-                    key, what, f"data.{key}=false, with a model that needs none", code="incomplete"
+                    key,
+                    what=f"{data.store.uri} has no {key}: its objects have no {field}",
+                    remedy=f"data.{key}=false, with a model that needs none",
+                    code="incomplete",
                 )
 
     @classmethod
@@ -221,16 +241,23 @@ class StoredObjects(StoredData):
         assert isinstance(train, ShardSamples)
         rows = train.shards.rows
         if not self.node.get(PREDICTS) and not rows["label"].any():  # objects that are learned
-            what = f"train of {self.root} {coco_folder.NOTHING}"
-            raise UserError.at("data.root", what, WITH_OBJECTS, code="not-enough")
+            raise UserError.at(
+                "data.root",
+                what=f"train of {self.root} {coco_folder.NOTHING}",
+                remedy=WITH_OBJECTS,
+                code="not-enough",
+            )
         sizes = np.stack([rows["width"], rows["height"]], 1).astype(np.int64)
         train.groups = self._groups(sizes, train)
 
     def wanted(self, splits: Mapping[str, object]) -> list[str]:
         """The splits that are opened."""
         if self.predict_split not in splits:
-            what = f"is {self.predict_split}, and {self.root} has only: {', '.join(splits)}"
-            raise UserError.at("data.predict_split", what, code="mismatch")
+            raise UserError.at(
+                "data.predict_split",
+                what=f"is {self.predict_split}, and {self.root} has only: {', '.join(splits)}",
+                code="mismatch",
+            )
         trained = [split for split in ("train", "val") if split in splits]
         return [*dict.fromkeys((*trained, self.predict_split))]
 
@@ -238,7 +265,9 @@ class StoredObjects(StoredData):
         try:
             self.categories = Categories.of(categories)
         except ValueError as error:
-            raise UserError.at("data.root", f"{self.root}: {error}", code="unreadable") from error
+            raise UserError.at(
+                "data.root", what=f"{self.root}: {error}", code="unreadable"
+            ) from error
         self.domain = Detection(self.categories)
         for view in (self.train_view, self.val_view):
             assert isinstance(view, DetectionView)
@@ -261,8 +290,12 @@ class StoredObjects(StoredData):
 
     def val_dataloader(self) -> DataLoader[Any]:
         if self._unfit.get("val"):
-            what = f"the split val of {self.root} {self._unfit['val']}"
-            raise UserError.at("data.root", what, NO_VALIDATION, code="incomplete")
+            raise UserError.at(
+                "data.root",
+                what=f"the split val of {self.root} {self._unfit['val']}",
+                remedy=NO_VALIDATION,
+                code="incomplete",
+            )
         return super().val_dataloader()
 
     def predict_dataloader(self) -> DataLoader[Any]:

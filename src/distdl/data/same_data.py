@@ -18,12 +18,14 @@ def refuse_different_data(key: str) -> None:
     (first, host), *others = process_group.gather((key, socket.gethostname()))
     for rank, (other, its_host) in enumerate(others, 1):
         if other != first:
-            what = (
-                f"the ranks see different data sets: {first} is rank 0's, on {host}, "
-                f"and {other} is rank {rank}'s, on {its_host}"
-            )
             raise UserError.at(
-                "data.root", what, "copy one of them to every node, or start again", code="mismatch"
+                "data.root",
+                what=(
+                    f"the ranks see different data sets: {first} is rank 0's, on {host}, "
+                    f"and {other} is rank {rank}'s, on {its_host}"
+                ),
+                remedy="copy one of them to every node, or start again",
+                code="mismatch",
             )
 
 

@@ -143,15 +143,22 @@ class TrainBatches(Sampler[list[SampleKey]]):
         if num_samples >= self.global_batch:
             return
         if batched:
-            what = f"{num_samples} training batches are fewer than the {world_size} ranks"
-            raise UserError.at("data", what, "fewer devices, or smaller batches", code="not-enough")
-        what = (
-            f"{num_samples} training samples are fewer than one global batch of "
-            f"{batch_size} x {world_size} = {self.global_batch}"
-        )
+            raise UserError.at(
+                "data",
+                what=f"{num_samples} training batches are fewer than the {world_size} ranks",
+                remedy="fewer devices, or smaller batches",
+                code="not-enough",
+            )
         smaller = num_samples // world_size
-        remedy = f"data.batch_size={smaller}" if smaller else "fewer devices, or more samples"
-        raise UserError.at("data.batch_size", what, remedy, code="not-enough")
+        raise UserError.at(
+            "data.batch_size",
+            what=(
+                f"{num_samples} training samples are fewer than one global batch of "
+                f"{batch_size} x {world_size} = {self.global_batch}"
+            ),
+            remedy=f"data.batch_size={smaller}" if smaller else "fewer devices, or more samples",
+            code="not-enough",
+        )
 
     def __len__(self) -> int:
         """Batches of a full epoch, even if the next `iter()` starts in the middle of one."""

@@ -98,8 +98,12 @@ class ShardReading:
         """Of a set that cannot be trained on: each shard is fetched when it is read."""
         cache = None if self.in_place else self._cache(data)
         if not self.fits(data):
-            what = f"is less than the {data.bytes / GB:.3g} GB of a set without training samples"
-            raise UserError.at("data.cache_gb", what, "data.cache_gb=null", code="not-enough")
+            raise UserError.at(
+                "data.cache_gb",
+                what=f"is less than the {data.bytes / GB:.3g} GB of a set without training samples",
+                remedy="data.cache_gb=null",
+                code="not-enough",
+            )
         return {name: Shards(data, name, cache, None) for name in splits}
 
     def _cache(self, data: DataSet) -> Cache:
@@ -108,8 +112,12 @@ class ShardReading:
         wanted = data.bytes if self.limit is None else min(self.limit, data.bytes)
         room = cache.room()
         if room < wanted:
-            what = f"{root} has room for {room / GB:.3g} GB; the data needs {wanted / GB:.3g} GB"
-            raise UserError.at("data.cache_dir", what, REMEDY, code="not-enough")
+            raise UserError.at(
+                "data.cache_dir",
+                what=f"{root} has room for {room / GB:.3g} GB; the data needs {wanted / GB:.3g} GB",
+                remedy=REMEDY,
+                code="not-enough",
+            )
         if self.speaks:
             if data.note:
                 log.warning(data.note)
@@ -131,8 +139,12 @@ def _most_shards(manifest: Manifest, limit: int) -> int:
     indices = sum(split.index.bytes for split in manifest.splits.values())
     most = (limit - indices) // (3 * largest)
     if most < 1:
-        least = f"data.cache_gb={math.ceil((3 * largest + indices) / GB * 1000) / 1000:g} or more"
         raise UserError.at(
-            "data.cache_gb", "is too small for three shards", least, code="not-enough"
+            "data.cache_gb",
+            what="is too small for three shards",
+            remedy=(
+                f"data.cache_gb={math.ceil((3 * largest + indices) / GB * 1000) / 1000:g} or more"
+            ),
+            code="not-enough",
         )
     return most

@@ -226,8 +226,12 @@ class StoredImages(StoredData):
         count = len(data.manifest.classes)
         if data.manifest.domain == cls.domain.name and node.get("num_classes") not in (None, count):
             classes = plural("class", count)
-            what = f"is {node['num_classes']}, but {data.store.uri} has {count} {classes}"
-            yield Problem("num_classes", what, f"data.num_classes={count}", code="mismatch")
+            yield Problem(
+                "num_classes",
+                what=f"is {node['num_classes']}, but {data.store.uri} has {count} {classes}",
+                remedy=f"data.num_classes={count}",
+                code="mismatch",
+            )
 
     def open_folder(self, root: Path, left_out: LeftOut) -> dict[str, FolderImages]:
         folders = ClassFolders(root, "data.root")
@@ -269,6 +273,9 @@ def _differing(
     if [*(ours or ())] == [*(theirs or ())]:
         return None
     differing = first_few(sorted({*(theirs or ())} ^ {*(ours or ())}))
-    what = f"{other} has other classes than {root}: {differing}"
-    remedy = "sets whose classes have the same names, in the same order"
-    return Problem(f"mix[{number}].root", what, remedy, code="mismatch")
+    return Problem(
+        f"mix[{number}].root",
+        what=f"{other} has other classes than {root}: {differing}",
+        remedy="sets whose classes have the same names, in the same order",
+        code="mismatch",
+    )

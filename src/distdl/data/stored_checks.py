@@ -86,12 +86,20 @@ def _of_epoch(context: Mapping[str, Any] | None, samples: int) -> Iterable[Probl
     world_size = (context or {}).get("world_size", 1)
     for problem in epochs.problems(config, samples, world_size) if config else ():
         section, _, key = problem.path.partition(".")
-        what = problem.what if section == "data" else f"{problem.path} {problem.what}"
-        yield Problem(key if section == "data" else "", what, problem.remedy, code=problem.code)
+        yield Problem(
+            key if section == "data" else "",
+            what=problem.what if section == "data" else f"{problem.path} {problem.what}",
+            remedy=problem.remedy,
+            code=problem.code,
+        )
 
 
 def without_windows(root: str, order: object) -> Iterable[Problem]:
     """The problem of an order of shards in a folder that has none."""
     if order == "windows":
-        what = f"{root} is no prepared set, and windows are of its shards"
-        yield Problem("order", what, "data.order=shuffled", code="conflict")
+        yield Problem(
+            "order",
+            what=f"{root} is no prepared set, and windows are of its shards",
+            remedy="data.order=shuffled",
+            code="conflict",
+        )

@@ -25,8 +25,12 @@ class StoredForm:
     @classmethod
     def check_folder(cls, root: Path, node: Mapping[str, Any]) -> Iterable[Problem]:
         """Problems of a folder that is not prepared; paths are relative to the data node."""
-        remedy = "python -m distdl prepare ... makes a prepared data set"
-        yield Problem("root", f"{root} has no {MANIFEST}", remedy, code="incomplete")
+        yield Problem(
+            "root",
+            what=f"{root} has no {MANIFEST}",
+            remedy="python -m distdl prepare ... makes a prepared data set",
+            code="incomplete",
+        )
 
     @classmethod
     def count_folder(cls, root: Path, node: Mapping[str, Any]) -> int:
@@ -74,17 +78,24 @@ class StoredForm:
         splits = data.manifest.splits
         uri = data.store.uri
         if data.manifest.domain != cls.domain.name:
-            what = f"{uri} was prepared for {data.manifest.domain}, not for {cls.domain.name}"
             yield Problem(
                 "root",
-                what,
-                "choose data and model of that domain, or another root",
+                what=f"{uri} was prepared for {data.manifest.domain}, not for {cls.domain.name}",
+                remedy="choose data and model of that domain, or another root",
                 code="mismatch",
             )
             return
         for split in sorted({*cls.required(node)} - splits.keys()):
-            what = f"{uri} has no {split!r}"
-            yield Problem("root", what, f"it has {[*splits]}", code="incomplete")
+            yield Problem(
+                "root",
+                what=f"{uri} has no {split!r}",
+                remedy=f"it has {[*splits]}",
+                code="incomplete",
+            )
         for name in [name for name in cls.required(node) if not splits[name].samples]:
-            remedy = "python -m distdl prepare ... makes both splits (docs/data/prepare.md)"
-            yield Problem("root", f"{uri} has no sample in {name!r}", remedy, code="incomplete")
+            yield Problem(
+                "root",
+                what=f"{uri} has no sample in {name!r}",
+                remedy="python -m distdl prepare ... makes both splits (docs/data/prepare.md)",
+                code="incomplete",
+            )

@@ -65,8 +65,12 @@ class Cache:
             fcntl.flock(self._used, fcntl.LOCK_SH)
             os.utime(self._used)
         except OSError as error:
-            what = f"cannot keep shards in {self.root}: {error.strerror}"
-            raise UserError.at("data.cache_dir", what, REMEDY, code="unsupported") from error
+            raise UserError.at(
+                "data.cache_dir",
+                what=f"cannot keep shards in {self.root}: {error.strerror}",
+                remedy=REMEDY,
+                code="unsupported",
+            ) from error
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_used": None}
@@ -134,8 +138,12 @@ class Cache:
                     raise self._full(file) from error  # perhaps others wrote to the disk
                 finally:
                     part.unlink(missing_ok=True)
-        what = f"{self.store.uri}/{file.name} arrived damaged {TRIES} times: {damage}"
-        raise UserError.at("data.root", what, DAMAGED, code="damaged-file")
+        raise UserError.at(
+            "data.root",
+            what=f"{self.store.uri}/{file.name} arrived damaged {TRIES} times: {damage}",
+            remedy=DAMAGED,
+            code="damaged-file",
+        )
 
     @property
     def _outage(self) -> Path:
@@ -226,8 +234,12 @@ DAMAGED = "upload it again (python -m distdl prepare ... --upload), then resume 
 
 
 def _failed(message: str, code: str) -> UserError:
-    remedy = "resume the run when the server is back" if code == "unreachable" else ""
-    return UserError.at("data.root", message, remedy, code=code)
+    return UserError.at(
+        "data.root",
+        what=message,
+        remedy="resume the run when the server is back" if code == "unreachable" else "",
+        code=code,
+    )
 
 
 def difference(path: Path, file: File) -> str:

@@ -124,9 +124,11 @@ class Annotations:
                     found[identity] = unite([*known, category])
         names = [category["name"] for category in found.values()]
         if twice := {name for name in names if names.count(name) > 1}:
-            what = f"{self._names} name two categories {min(twice)!r}"
             raise UserError.at(
-                self.where, what, "give each category a name of its own", code="ambiguous"
+                self.where,
+                what=f"{self._names} name two categories {min(twice)!r}",
+                remedy="give each category a name of its own",
+                code="ambiguous",
             )
         return [found[identity] for identity in sorted(found)]
 
@@ -167,11 +169,18 @@ class Annotations:
             if self.files[place] not in ("", name):
                 what = f"image {self.ids[place]} is {self.files[place]!r}, and {name!r} in "
                 raise UserError.at(
-                    self.where, f"{what}{source.name}", "give each its own id", code="mismatch"
+                    self.where,
+                    what=f"{what}{source.name}",
+                    remedy="give each its own id",
+                    code="mismatch",
                 )
             if self.files[place] and self.sizes[place].tolist() != size.tolist():
-                what = f"image {self.ids[place]} has other sizes in {self._names}"
-                raise UserError.at(self.where, what, "correct the wrong file", code="mismatch")
+                raise UserError.at(
+                    self.where,
+                    what=f"image {self.ids[place]} has other sizes in {self._names}",
+                    remedy="correct the wrong file",
+                    code="mismatch",
+                )
             self.files[place], self.sizes[place] = name, size
 
     def _refuse(
@@ -183,12 +192,16 @@ class Annotations:
         article = "an" if noun == "image" else "a"
         shown = [f"{row[0]} ({noun} {row[column]})" for row in rows[:SHOWN].tolist()]
         are = "are" if len(rows) > 1 else "is"
-        what = (
-            f"{source.name}: {len(rows):,} {plural('annotation', len(rows))} {are} of {article} "
-            f"{noun} that no file lists: {first_few(shown)}"
+        raise UserError.at(
+            self.where,
+            what=(
+                f"{source.name}: {len(rows):,} {plural('annotation', len(rows))} {are} of "
+                f"{article} "
+                f"{noun} that no file lists: {first_few(shown)}"
+            ),
+            remedy="use the annotation file that belongs to these images, or correct it",
+            code="mismatch",
         )
-        remedy = "use the annotation file that belongs to these images, or correct it"
-        raise UserError.at(self.where, what, remedy, code="mismatch")
 
     def _refuse_two_images(self, annotations: list[np.ndarray[Any, Any]]) -> None:
         """An annotation that two files have must be of one image."""
@@ -196,9 +209,11 @@ class Annotations:
         pairs = np.unique(table, axis=0)
         ids, counts = np.unique(pairs[:, 0], return_counts=True)
         if len(different := ids[counts > 1]):
-            what = f"annotation {different[0]} is of different images in {self._names}"
             raise UserError.at(
-                self.where, what, "prepare sets with equal ids apart", code="mismatch"
+                self.where,
+                what=f"annotation {different[0]} is of different images in {self._names}",
+                remedy="prepare sets with equal ids apart",
+                code="mismatch",
             )
 
     @property
@@ -211,9 +226,11 @@ class Annotations:
         try:
             yield
         except ValueError as error:
-            remedy = "COCO's instances_*.json or person_keypoints_*.json, complete"
             raise UserError.at(
-                self.where, f"{source.name}: {error}", remedy, code="damaged-file"
+                self.where,
+                what=f"{source.name}: {error}",
+                remedy="COCO's instances_*.json or person_keypoints_*.json, complete",
+                code="damaged-file",
             ) from error
 
 

@@ -132,9 +132,11 @@ def _by_name(
             if match and match[1] == label and match[2] == split:
                 found.setdefault(_base(file), file)  # an unpacked one comes before a zip's
         if len(found) > 1:
-            what = f"has {' and '.join(sorted(found))}: which one is meant?"
             raise UserError.at(
-                where, what, f"name the annotation file of {split}", code="ambiguous"
+                where,
+                what=f"has {' and '.join(sorted(found))}: which one is meant?",
+                remedy=f"name the annotation file of {split}",
+                code="ambiguous",
             )
         files += found.values()
         if files and label == labels[-1]:
@@ -149,13 +151,13 @@ def _named(root: Path, name: str, where: str) -> AnnotationFile:
         return AnnotationFile(_existing(root / name, where))
     file = AnnotationFile(_existing(root / f"{path}.zip", where), member)
     if member not in zips.members(file.path, where):
-        raise UserError.at(where, f"{file.path} holds no {member}", code="incomplete")
+        raise UserError.at(where, what=f"{file.path} holds no {member}", code="incomplete")
     return file
 
 
 def _existing(path: Path, where: str) -> Path:
     if not path.exists():
-        raise UserError.at(where, f"no such file or folder: {path}", code="not-found")
+        raise UserError.at(where, what=f"no such file or folder: {path}", code="not-found")
     return path
 
 
@@ -195,19 +197,22 @@ def _open(file: AnnotationFile, where: str) -> BinaryIO:
         with zipfile.ZipFile(file.path) as archive, archive.open(file.member) as packed:
             free = shutil.disk_usage(tempfile.gettempdir()).free
             if archive.getinfo(file.member).file_size > free:
-                what = f"{tempfile.gettempdir()} has no room for {file.name}, unpacked"
                 raise UserError.at(
                     where,
-                    what,
-                    "set TMPDIR to a larger disk, or unzip it yourself",
+                    what=f"{tempfile.gettempdir()} has no room for {file.name}, unpacked",
+                    remedy="set TMPDIR to a larger disk, or unzip it yourself",
                     code="incomplete",
                 )
             unpacked = tempfile.TemporaryFile()  # noqa: SIM115
             shutil.copyfileobj(packed, unpacked, PIECE)
             return unpacked
     except (zipfile.BadZipFile, RuntimeError, NotImplementedError, EOFError) as error:
-        what = f"{file.name} cannot be read: {error}"
-        raise UserError.at(where, what, "download the zip again", code="unreadable") from error
+        raise UserError.at(
+            where,
+            what=f"{file.name} cannot be read: {error}",
+            remedy="download the zip again",
+            code="unreadable",
+        ) from error
 
 
 @dataclass(frozen=True)

@@ -138,8 +138,12 @@ class Manifest:
             form = fields["format"]
             version = fields["version"]
             if form == FORMAT and version > VERSION:
-                what = f"{where} was prepared by a newer distdl, as version {version}"
-                raise UserError.at("data.root", what, "update distdl", code="mismatch")
+                raise UserError.at(
+                    "data.root",
+                    what=f"{where} was prepared by a newer distdl, as version {version}",
+                    remedy="update distdl",
+                    code="mismatch",
+                )
             if form != FORMAT or version not in (1, VERSION):
                 raise ValueError(f"format {form!r}, version {version!r}")
             splits = {}
@@ -156,9 +160,11 @@ class Manifest:
             holds = tuple(map(str, fields["holds"]))
             return cls(classes, splits, made, domain, categories, bool(fields["federated"]), holds)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            what = f"{where} is not a manifest of version {VERSION}: {error}"
             raise UserError.at(
-                "data.root", what, "python -m distdl prepare ... writes one", code="wrong-kind"
+                "data.root",
+                what=f"{where} is not a manifest of version {VERSION}: {error}",
+                remedy="python -m distdl prepare ... writes one",
+                code="wrong-kind",
             ) from error
 
 
@@ -170,7 +176,7 @@ def load_index(data: bytes, where: str, row: np.dtype[Any] = ROW) -> np.ndarray[
             raise ValueError(f"its rows are {rows.dtype}")
     except (ValueError, EOFError, OSError) as error:
         raise UserError.at(
-            "data.root", f"{where} is not an index: {error}", code="damaged-file"
+            "data.root", what=f"{where} is not an index: {error}", code="damaged-file"
         ) from error
     return rows
 

@@ -18,9 +18,12 @@ def different_classes(path: str, train: Sequence[str], val: Sequence[str]) -> Pr
     """The problem of a `path` whose two splits have different class folders."""
     differing = sorted(set(train) ^ set(val))
     classes = f"train/ has {len(train)} classes and val/ {len(val)}"
-    what = f"{classes}; only one of the two has {first_few(differing)}"
-    remedy = "both need the same class folders, or labels would differ in meaning"
-    return Problem(path, what, remedy, code="mismatch")
+    return Problem(
+        path,
+        what=f"{classes}; only one of the two has {first_few(differing)}",
+        remedy="both need the same class folders, or labels would differ in meaning",
+        code="mismatch",
+    )
 
 
 def no_image(folder: Path, left_out: LeftOut) -> tuple[str, str]:

@@ -66,12 +66,16 @@ class DataSet:
             data = path.read_bytes()
         except OSError as error:
             raise UserError.at(
-                "data.root", f"{self.store.uri}: {error}", code="unreadable"
+                "data.root", what=f"{self.store.uri}: {error}", code="unreadable"
             ) from error
         if hashlib.sha256(data).hexdigest() != file.sha256:
             if cache is None:
-                what = f"{path} is not the index that {MANIFEST} describes"
-                raise UserError.at("data.root", what, AGAIN, code="wrong-kind")
+                raise UserError.at(
+                    "data.root",
+                    what=f"{path} is not the index that {MANIFEST} describes",
+                    remedy=AGAIN,
+                    code="wrong-kind",
+                )
             cache.drop(file)  # it was intact when it was downloaded
             data = cache.fetch(file).read_bytes()
         return load_index(data, str(path), self.manifest.row)
@@ -80,7 +84,9 @@ class DataSet:
         if name not in self.manifest.splits:
             has = ", ".join(self.manifest.splits)
             raise UserError.at(
-                "data.root", f"{self.store.uri} has no {name!r}, only: {has}", code="incomplete"
+                "data.root",
+                what=f"{self.store.uri} has no {name!r}, only: {has}",
+                code="incomplete",
             )
         return self.manifest.splits[name]
 
@@ -113,7 +119,7 @@ def open_data_set(
         remedy = error.remedy
         if isinstance(error, Absent):
             remedy = "finish the upload: python -m distdl prepare ... --upload URL"
-        raise UserError.at("data.root", str(error), remedy, code=error.code) from error
+        raise UserError.at("data.root", what=str(error), remedy=remedy, code=error.code) from error
     return _data_set(text, store)
 
 
@@ -128,7 +134,7 @@ def _data_set(text: bytes, store: Store, note: str = "") -> DataSet:
         for file in (split.index, *split.shards):
             if Path(file.name).name != file.name or file.name.startswith("."):
                 raise UserError.at(
-                    "data.root", f"{file.name!r} is not a name of a shard", code="wrong-type"
+                    "data.root", what=f"{file.name!r} is not a name of a shard", code="wrong-type"
                 )
     return DataSet(manifest, text, store, note)
 
@@ -264,8 +270,12 @@ class Shards:
                 return self._open[number]
             except FileNotFoundError:
                 if self.cache is None:
-                    what = f"{self.folder / file.name} is missing"
-                    raise UserError.at("data.root", what, AGAIN, code="incomplete") from None
+                    raise UserError.at(
+                        "data.root",
+                        what=f"{self.folder / file.name} is missing",
+                        remedy=AGAIN,
+                        code="incomplete",
+                    ) from None
                 # Another process evicted the copy before it was opened: fetch it again.
 
     def _path(self, file: File) -> Path:
@@ -276,7 +286,9 @@ class Shards:
         try:
             return self.cache.fetch(file, self.evictable)
         except NoRoom as error:
-            raise UserError.at("data.cache_dir", str(error), REMEDY, code="not-enough") from error
+            raise UserError.at(
+                "data.cache_dir", what=str(error), remedy=REMEDY, code="not-enough"
+            ) from error
         except UserError as error:
             self._lost = error
             raise
@@ -328,5 +340,9 @@ def refuse_misfit(rows: np.ndarray[Any, Any], data: DataSet, split: str) -> None
         if all(np.all(end <= sizes[shard]) for end in ends):
             return
         misfit = f"has bytes beyond the ends of {MANIFEST}'s shards"
-    what = f"{data.store.uri}: the index of {split!r} {misfit}"
-    raise UserError.at("data.root", what, AGAIN, code="mismatch")
+    raise UserError.at(
+        "data.root",
+        what=f"{data.store.uri}: the index of {split!r} {misfit}",
+        remedy=AGAIN,
+        code="mismatch",
+    )

@@ -41,12 +41,18 @@ def members(path: Path, where: str) -> dict[str, ZipMember]:
         with zipfile.ZipFile(path) as archive:
             infos = [info for info in archive.infolist() if not info.is_dir()]
     except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error) as error:
-        what = f"{path} is damaged, or no zip: {error}"
-        raise UserError.at(where, what, "download it again", code="damaged-file") from error
+        raise UserError.at(
+            where,
+            what=f"{path} is damaged, or no zip: {error}",
+            remedy="download it again",
+            code="damaged-file",
+        ) from error
     found: dict[str, ZipMember] = {}
     for info in infos:
         if info.filename in found:
-            raise UserError.at(where, f"{path} holds {info.filename!r} twice", "", code="ambiguous")
+            raise UserError.at(
+                where, what=f"{path} holds {info.filename!r} twice", remedy="", code="ambiguous"
+            )
         method = -1 if info.flag_bits & 1 else info.compress_type
         place = ZipMember(info.header_offset, info.compress_size, info.file_size, method, info.CRC)
         found[info.filename] = place

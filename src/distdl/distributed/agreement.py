@@ -29,11 +29,10 @@ def refuse_uneven(batches: float) -> None:
     other = next((rank for rank, count in enumerate(seen) if count != seen[0]), None)
     if other is not None and not math.isinf(max(seen)):
         what = f"train_dataloader gives {seen[0]:g} batches on rank 0 and {seen[other]:g} on rank"
-        remedy = f"shard evenly, or trainer.limit_train_batches={min(seen):g}"
         raise UserError.at(
             "data",
-            f"{what} {other}: the ranks would wait for each other",
-            remedy,
+            what=f"{what} {other}: the ranks would wait for each other",
+            remedy=f"shard evenly, or trainer.limit_train_batches={min(seen):g}",
             code="unsupported",
         )
 

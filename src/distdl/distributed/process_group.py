@@ -71,8 +71,8 @@ def connect(
         reason = str(error).strip()
         raise UserError.at(
             "trainer.devices",
-            f"{who} has the same GPU as another rank: {reason.splitlines()[-1]}",
-            "start one process per GPU; with srun, --gpus-per-task=1 gives each its own",
+            what=f"{who} has the same GPU as another rank: {reason.splitlines()[-1]}",
+            remedy="start one process per GPU; with srun, --gpus-per-task=1 gives each its own",
             code="conflict",
         ) from error
 

@@ -51,10 +51,14 @@ def refuse_missing_device(environment: Environment, accelerator: str) -> None:
         reason = str(error).strip().splitlines()[0]
         raise UserError.at(
             "trainer.accelerator",
-            f"torch {torch.__version__} (CUDA {torch.version.cuda}) cannot use the GPUs of "
-            f"{socket.gethostname()}: {reason}",
-            "update NVIDIA's driver, or install a torch that is built for the CUDA version "
-            "that nvidia-smi shows, or write trainer.accelerator=cpu",
+            what=(
+                f"torch {torch.__version__} (CUDA {torch.version.cuda}) cannot use the GPUs of "
+                f"{socket.gethostname()}: {reason}"
+            ),
+            remedy=(
+                "update NVIDIA's driver, or install a torch that is built for the CUDA version "
+                "that nvidia-smi shows, or write trainer.accelerator=cpu"
+            ),
             code="failed",
         ) from error
 
@@ -66,9 +70,11 @@ def _missing(environment: Environment, count: int) -> UserError:
         remedy = "this torch is built for CPUs: install one for CUDA; or trainer.accelerator=cpu"
     return UserError.at(
         "trainer.devices",
-        f"rank {environment.rank} on {socket.gethostname()} is number {environment.local_rank} of "
-        f"its node, and torch sees {count} GPUs there{named}",
-        remedy,
+        what=(
+            f"rank {environment.rank} on {socket.gethostname()} is number "
+            f"{environment.local_rank} of its node, and torch sees {count} GPUs there{named}"
+        ),
+        remedy=remedy,
         code="not-enough",
     )
 

@@ -132,5 +132,9 @@ class Exports(ABC, Generic[Found]):
 def refuse_size(size: Sequence[int] | None, kind: str) -> None:
     """Raises UserError if the user asks for a size that a format has no use for."""
     if size is not None:
-        what = f"{kind} takes images as the validation does"
-        raise UserError.at("--size", what, "omit it", code="unsupported")
+        raise UserError.at(
+            "--size",
+            what=f"{kind} takes images as the validation does",
+            remedy="omit it",
+            code="unsupported",
+        )

@@ -107,8 +107,12 @@ def on_host(outputs: object, size: int, reserved: Sequence[str] = ()) -> dict[st
     for name, value in zip(names, tensors.values(), strict=True):
         if name in reserved or names.count(name) > 1:
             whose = "a column of distdl" if name in reserved else "another key"
-            what = f"predict_step returned {name!r}, which is also the name of {whose}"
-            raise UserError.at("model", what, "return it under another name", code="conflict")
+            raise UserError.at(
+                "model",
+                what=f"predict_step returned {name!r}, which is also the name of {whose}",
+                remedy="return it under another name",
+                code="conflict",
+            )
         if why := unfit(value, size):
             refuse_output(
                 f"predict_step returned {why}" + (f" as {name!r}" if outputs is tensors else "")
@@ -137,8 +141,12 @@ def unfit(value: object, size: int) -> str:
 
 
 def refuse_output(what: str) -> NoReturn:
-    remedy = (
-        "return a tensor of numbers, or a dict of such tensors, whose first dimension is the "
-        "batch: complex numbers by torch.view_as_real, rows of other lengths padded"
+    raise UserError.at(
+        "model",
+        what=what,
+        remedy=(
+            "return a tensor of numbers, or a dict of such tensors, whose first dimension is the "
+            "batch: complex numbers by torch.view_as_real, rows of other lengths padded"
+        ),
+        code="wrong-type",
     )
-    raise UserError.at("model", what, remedy, code="wrong-type")

@@ -74,44 +74,56 @@ class Augment:
         """Problems of `data.augment`; paths are relative to the data node."""
         if config is not None and not isinstance(config, Mapping):
             meant = config if config in KEYS else "rand_augment"
-            example = f"'data.augment={{{meant}: {_example(meant)}}}'"
-            yield Problem("augment", f"is {config!r}, not a mapping", example, code="wrong-type")
+            yield Problem(
+                "augment",
+                what=f"is {config!r}, not a mapping",
+                remedy=f"'data.augment={{{meant}: {_example(meant)}}}'",
+                code="wrong-type",
+            )
             return
         for key, value in (config or {}).items():
             path = f"augment.{key}"
             if key not in KEYS:
-                hint = did_you_mean(key, KEYS) or f"known keys: {', '.join(KEYS)}"
-                yield Problem(path, "unknown", hint, code="unknown-key")
+                yield Problem(
+                    path,
+                    what="unknown",
+                    remedy=did_you_mean(key, KEYS) or f"known keys: {', '.join(KEYS)}",
+                    code="unknown-key",
+                )
             elif value is None:
                 continue
             elif key == "horizontal_flip":
                 if not _number(value, 1):
                     yield Problem(
                         path,
-                        f"is {value!r}, not a probability",
-                        f"data.{path}=0.5",
+                        what=f"is {value!r}, not a probability",
+                        remedy=f"data.{path}=0.5",
                         code="out-of-range",
                     )
             elif key == "trivial_augment":
                 if not isinstance(value, bool):
                     yield Problem(
                         path,
-                        f"is {value!r}, not true or false",
-                        f"data.{path}=true",
+                        what=f"is {value!r}, not true or false",
+                        remedy=f"data.{path}=true",
                         code="wrong-type",
                     )
             elif not isinstance(value, Mapping):
                 yield Problem(
                     path,
-                    f"is {value!r}, not a mapping",
-                    f"data.{path}={_example(key)}",
+                    what=f"is {value!r}, not a mapping",
+                    remedy=f"data.{path}={_example(key)}",
                     code="wrong-type",
                 )
             else:
                 yield from _wrong_values(path, KEYS[key], value)
         if config and config.get("rand_augment") and config.get("trivial_augment"):
-            what = "uses both rand_augment and trivial_augment: choose one of them"
-            yield Problem("augment", what, "data.augment.trivial_augment=null", code="ambiguous")
+            yield Problem(
+                "augment",
+                what="uses both rand_augment and trivial_augment: choose one of them",
+                remedy="data.augment.trivial_augment=null",
+                code="ambiguous",
+            )
 
     def __call__(self, image: torch.Tensor, draws: Draws = GLOBAL) -> torch.Tensor:
         """Augments an image, uint8 [3, S, S]; the flip is part of the crop instead. torchvision's
@@ -185,27 +197,35 @@ def _wrong_values(
         where = f"{path}.{key}"
         default = defaults.get(key)
         if key not in defaults:
-            hint = did_you_mean(key, defaults) or f"known keys: {', '.join(defaults)}"
-            yield Problem(where, "unknown", hint, code="unknown-key")
+            yield Problem(
+                where,
+                what="unknown",
+                remedy=did_you_mean(key, defaults) or f"known keys: {', '.join(defaults)}",
+                code="unknown-key",
+            )
         elif key == "fill":
             if value not in FILLS:
                 yield Problem(
                     where,
-                    f"is {value!r}",
-                    f"data.{where}=mean or data.{where}=noise",
+                    what=f"is {value!r}",
+                    remedy=f"data.{where}=mean or data.{where}=noise",
                     code="wrong-choice",
                 )
         elif isinstance(default, int) and type(value) is not int:
             yield Problem(
                 where,
-                f"is {value!r}, not a whole number",
-                f"data.{where}={default}",
+                what=f"is {value!r}, not a whole number",
+                remedy=f"data.{where}={default}",
                 code="wrong-type",
             )
         elif not _number(value, most.get(key, math.inf)):
             limit = f" up to {most[key]}" if key in most else ""
-            what = f"is {value!r}, not a number from 0{limit}"
-            yield Problem(where, what, f"data.{where}={default}", code="out-of-range")
+            yield Problem(
+                where,
+                what=f"is {value!r}, not a number from 0{limit}",
+                remedy=f"data.{where}={default}",
+                code="out-of-range",
+            )
 
 
 def _number(value: object, most: float) -> bool:

@@ -45,25 +45,34 @@ class Resizing:
         example = "data.resize={from: 160, to: 192, until_epoch: 76}"
         if config is not None and not isinstance(config, Mapping):
             yield Problem(
-                "resize", f"is {config!r}, not a mapping", f"'{example}'", code="wrong-type"
+                "resize",
+                what=f"is {config!r}, not a mapping",
+                remedy=f"'{example}'",
+                code="wrong-type",
             )
             return
         if not config:
             return
         for key in config:
             if key not in KEYS:
-                hint = did_you_mean(key, KEYS) or f"known keys: {', '.join(KEYS)}"
-                yield Problem(f"resize.{key}", "unknown", hint, code="unknown-key")
+                yield Problem(
+                    f"resize.{key}",
+                    what="unknown",
+                    remedy=did_you_mean(key, KEYS) or f"known keys: {', '.join(KEYS)}",
+                    code="unknown-key",
+                )
         missing = [key for key in ("from", "to", "until_epoch") if key not in config]
         if missing:
-            yield Problem("resize", f"lacks {', '.join(missing)}", example, code="incomplete")
+            yield Problem(
+                "resize", what=f"lacks {', '.join(missing)}", remedy=example, code="incomplete"
+            )
             return
         wrong = [k for k in config if k in KEYS and (type(config[k]) is not int or config[k] < 0)]
         for key in wrong:
             yield Problem(
                 f"resize.{key}",
-                f"is {config[key]!r}, not a whole number",
-                example,
+                what=f"is {config[key]!r}, not a whole number",
+                remedy=example,
                 code="wrong-type",
             )
         if wrong:
@@ -72,26 +81,27 @@ class Resizing:
         if multiple < 1:
             yield Problem(
                 "resize.multiple",
-                f"is {multiple}, not a number of pixels",
-                f"data.resize.multiple={MULTIPLE}",
+                what=f"is {multiple}, not a number of pixels",
+                remedy=f"data.resize.multiple={MULTIPLE}",
                 code="out-of-range",
             )
             return
         for key in ("from", "to"):
             if config[key] < multiple or config[key] % multiple:
-                what = f"is {config[key]}, not a multiple of {multiple}"
                 nearest = max(multiple, round(config[key] / multiple) * multiple)
                 yield Problem(
-                    f"resize.{key}", what, f"data.resize.{key}={nearest}", code="out-of-range"
+                    f"resize.{key}",
+                    what=f"is {config[key]}, not a multiple of {multiple}",
+                    remedy=f"data.resize.{key}={nearest}",
+                    code="out-of-range",
                 )
         first = config.get("from_epoch", 0)
         last = config["until_epoch"]
         if last <= first:
-            what = f"is {last}, not after from_epoch={first}"
             yield Problem(
                 "resize.until_epoch",
-                what,
-                f"data.resize.until_epoch={first + 1}",
+                what=f"is {last}, not after from_epoch={first}",
+                remedy=f"data.resize.until_epoch={first + 1}",
                 code="out-of-range",
             )
 

@@ -35,16 +35,17 @@ def check_views(config: Mapping[str, Any], local: bool = True) -> Iterable[Probl
     ops = augment if isinstance(augment, Mapping) else {}
     on_cpu = next((k for k, v in ops.items() if v and k != "horizontal_flip"), None)
     if name == "nvjpeg" and on_cpu:
-        what = "needs images that the workers have decoded, and nvjpeg decodes on the GPU"
         yield Problem(
             f"augment.{on_cpu}",
-            what,
-            f"data.augment.{on_cpu}=null or data.decoder=auto",
+            what="needs images that the workers have decoded, and nvjpeg decodes on the GPU",
+            remedy=f"data.augment.{on_cpu}=null or data.decoder=auto",
             code="conflict",
         )
     draws = config.get("draws", "global")
     if draws not in KINDS:
-        yield Problem("draws", f"is {draws!r}", f"one of {', '.join(KINDS)}", code="wrong-choice")
+        yield Problem(
+            "draws", what=f"is {draws!r}", remedy=f"one of {', '.join(KINDS)}", code="wrong-choice"
+        )
     yield from Resizing.check(config.get("resize"))
     yield from _wrong_ranges(config)
 
@@ -53,19 +54,31 @@ def check_decoder(name: object, local: bool = True) -> Iterable[Problem]:
     """Problems of `decoder` of a data node."""
     if name not in DECODERS:
         yield Problem(
-            "decoder", f"is {name!r}", f"one of {', '.join(DECODERS)}", code="wrong-choice"
+            "decoder",
+            what=f"is {name!r}",
+            remedy=f"one of {', '.join(DECODERS)}",
+            code="wrong-choice",
         )
     elif local and isinstance(name, str) and name not in ("auto", "pil"):
         package = "torchcodec" if name == "nvjpeg" else name
         if name == "native" and not works(name):
-            what = "native needs the package distdl-native, which is not installed or does not work"
-            remedy = "pip install ./native in distdl's repository, or data.decoder=auto"
-            yield Problem("decoder", what, remedy, code="not-installed")
+            yield Problem(
+                "decoder",
+                what=(
+                    "native needs the package distdl-native, "
+                    "which is not installed or does not work"
+                ),
+                remedy="pip install ./native in distdl's repository, or data.decoder=auto",
+                code="not-installed",
+            )
         elif not works(package):
             wanted = "'torchcodec>=0.16'" if package == "torchcodec" else package
-            what = f"{name} needs the package {package}, which is not installed or does not load"
-            remedy = f"pip install {wanted}, or use an installed decoder: data.decoder=auto"
-            yield Problem("decoder", what, remedy, code="not-installed")
+            yield Problem(
+                "decoder",
+                what=f"{name} needs the package {package}, which is not installed or does not load",
+                remedy=f"pip install {wanted}, or use an installed decoder: data.decoder=auto",
+                code="not-installed",
+            )
 
 
 def _wrong_ranges(config: Mapping[str, Any]) -> Iterable[Problem]:
@@ -74,15 +87,18 @@ def _wrong_ranges(config: Mapping[str, Any]) -> Iterable[Problem]:
     sizes = {key: config[key] for key in common if type(config.get(key)) is int}
     for key, size in sizes.items():
         if not 1 <= size <= LONGEST_SIDE:
-            what = f"is {size}, not a number of pixels from 1 to {LONGEST_SIDE:,}"
-            yield Problem(key, what, f"data.{key}={common[key]}", code="out-of-range")
+            yield Problem(
+                key,
+                what=f"is {size}, not a number of pixels from 1 to {LONGEST_SIDE:,}",
+                remedy=f"data.{key}={common[key]}",
+                code="out-of-range",
+            )
     crop = sizes.get("val_crop_size", sizes.get("image_size", 224))
     if "val_resize_size" in sizes and 1 <= sizes["val_resize_size"] < crop:
-        what = f"is {sizes['val_resize_size']}, less than the {crop} pixels of the crop"
         yield Problem(
             "val_resize_size",
-            what,
-            f"data.val_resize_size={round(crop * 256 / 224)}",
+            what=f"is {sizes['val_resize_size']}, less than the {crop} pixels of the crop",
+            remedy=f"data.val_resize_size={round(crop * 256 / 224)}",
             code="out-of-range",
         )
     for key, most, limit, usual in (
@@ -92,8 +108,12 @@ def _wrong_ranges(config: Mapping[str, Any]) -> Iterable[Problem]:
         pair = config.get(key, (1.0, 1.0))
         numbers = isinstance(pair, Sequence) and all(type(end) in (int, float) for end in pair)
         if not (numbers and len(pair) == 2 and 0 < pair[0] <= pair[1] <= most):
-            what = f"is {pair!r}, not two numbers above 0{limit}, the smaller one first"
-            yield Problem(key, what, f"'data.{key}={usual}'", code="wrong-type")
+            yield Problem(
+                key,
+                what=f"is {pair!r}, not two numbers above 0{limit}, the smaller one first",
+                remedy=f"'data.{key}={usual}'",
+                code="wrong-type",
+            )
 
 
 def views_of(node: Mapping[str, Any]) -> tuple[TrainView, EvalView]:

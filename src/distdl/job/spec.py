@@ -86,30 +86,44 @@ def variable_problems(node: Mapping[str, Any]) -> Iterator[Problem]:
     env = node.get("env") or {}
     if not isinstance(env, Mapping):
         yield Problem(
-            "env", f"{env!r} is not a mapping", "launcher.env.NAME=value", code="wrong-type"
+            "env",
+            what=f"{env!r} is not a mapping",
+            remedy="launcher.env.NAME=value",
+            code="wrong-type",
         )
         env = {}
     for name, value in env.items():
         path = f"env.{name}" if str(name).isprintable() else f"env.{name!r}"
         if not isinstance(name, str) or not VARIABLE.fullmatch(name):
-            yield Problem(path, f"{name!r} is not a valid variable name", remedy, code="wrong-type")
+            yield Problem(
+                path,
+                what=f"{name!r} is not a valid variable name",
+                remedy=remedy,
+                code="wrong-type",
+            )
         elif not isinstance(value, (str, int, float)) or not is_value(str(value)):
             yield Problem(
-                path, f"{value!r} is not a valid variable value", "write text", code="wrong-type"
+                path,
+                what=f"{value!r} is not a valid variable value",
+                remedy="write text",
+                code="wrong-type",
             )
     names = node.get("forward_env") or ()
     if isinstance(names, str) or not hasattr(names, "__iter__"):
         yield Problem(
             "forward_env",
-            f"{names!r} is not a list",
-            f"launcher.forward_env=[{names}]",
+            what=f"{names!r} is not a list",
+            remedy=f"launcher.forward_env=[{names}]",
             code="wrong-type",
         )
         return
     for name in names:
         if not isinstance(name, str) or not VARIABLE.fullmatch(name):
             yield Problem(
-                "forward_env", f"{name!r} is not a valid variable name", remedy, code="wrong-type"
+                "forward_env",
+                what=f"{name!r} is not a valid variable name",
+                remedy=remedy,
+                code="wrong-type",
             )
 
 
@@ -166,8 +180,17 @@ class JobSpec:
         bundle = self.bundle.removeprefix(self.store)
         for key, text in (("name", self.name), ("output_dir", self.store), ("output_dir", bundle)):
             if character := unprintable(text):
-                what = f"{text!r} has the character {character!r}, which no script or log can show"
-                problems.append(Problem(key, what, "choose another", code="wrong-kind"))
+                problems.append(
+                    Problem(
+                        key,
+                        what=(
+                            f"{text!r} has the character {character!r}, "
+                            "which no script or log can show"
+                        ),
+                        remedy="choose another",
+                        code="wrong-kind",
+                    )
+                )
         if problems:
             raise UserError(*problems)
 
@@ -182,9 +205,11 @@ class JobSpec:
             UserError: The run's folder has one of them.
         """
         if match := re.search(f"[{characters}]", str(self.folder)):
-            remedy = "choose another output_dir, experiment_name or name"
             raise UserError.at(
-                str(self.folder), f"has {match[0]!r}: {why}", remedy, code="wrong-kind"
+                str(self.folder),
+                what=f"has {match[0]!r}: {why}",
+                remedy="choose another output_dir, experiment_name or name",
+                code="wrong-kind",
             )
 
     @property

@@ -67,12 +67,18 @@ def for_start(config: DictConfig, run: RunDirectory) -> Sequence[Problem]:
     assert isinstance(section, dict)
     if Path(start).is_absolute() or "${input:" in section["resume_from"]:
         return ()
-    what = f"{start} is a path below this folder, but the job runs on other machines"
-    remedy = (
-        "write an absolute path that they can read, or checkpoint.resume_from='${input:start}' "
-        "with launcher.inputs.start=..."
-    )
-    return [Problem("checkpoint.resume_from", what, remedy, code="unsupported")]
+    return [
+        Problem(
+            "checkpoint.resume_from",
+            what=f"{start} is a path below this folder, but the job runs on other machines",
+            remedy=(
+                "write an absolute path that they can read, "
+                "or checkpoint.resume_from='${input:start}' "
+                "with launcher.inputs.start=..."
+            ),
+            code="unsupported",
+        )
+    ]
 
 
 def for_parts(
@@ -85,9 +91,14 @@ def for_parts(
     node = OmegaConf.to_container(config.launcher, resolve=False)
     assert isinstance(node, dict)
     if shared := launcher.splits_store({str(key): value for key, value in node.items()}):
-        what = f"the {size.num_nodes} nodes share no folder, in which its parts could be together"
-        remedy = f"checkpoint.sharded=false, or {shared}"
-        yield Problem("checkpoint.sharded", what, remedy, code="unsupported")
+        yield Problem(
+            "checkpoint.sharded",
+            what=(
+                f"the {size.num_nodes} nodes share no folder, in which its parts could be together"
+            ),
+            remedy=f"checkpoint.sharded=false, or {shared}",
+            code="unsupported",
+        )
 
 
 def problems_of(named: str, key: str, folder: Path | None = None) -> Sequence[Problem]:

@@ -147,9 +147,11 @@ def write_files(planned: Plan, launcher: LauncherBase[Any], code: Snapshot | Non
         return []
     target = Path(planned.config.launcher.files).expanduser().absolute() / planned.run_id
     if target.exists():
-        what = f"{shown(target)} exists already"
         raise UserError.at(
-            "launcher.files", what, "remove it, or name another folder", code="exists-already"
+            "launcher.files",
+            what=f"{shown(target)} exists already",
+            remedy="remove it, or name another folder",
+            code="exists-already",
         )
     (spec,) = submitting.specs_of([planned], [submitting.next_attempt(planned)])
     request: Any = launcher.request(replace(spec, bundle="bundle"))

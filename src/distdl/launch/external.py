@@ -42,9 +42,12 @@ def train(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> int:
         typed = {override.key_or_group for override in parsed}
         requested = config.trainer.get("devices") if "trainer.devices" in typed else None
         if "launcher.max_attempts" in typed:
-            what = "the tool that has started these ranks starts them again"
-            remedy = "leave it out; for torchrun: --max-restarts=N"
-            raise UserError.at("launcher.max_attempts", what, remedy, code="conflict")
+            raise UserError.at(
+                "launcher.max_attempts",
+                what="the tool that has started these ranks starts them again",
+                remedy="leave it out; for torchrun: --max-restarts=N",
+                code="conflict",
+            )
         adopt_ranks(config, ranks, requested)
         planned = planning.plan(config, typed=composed.typed)
         planning.check_classes(planned)
@@ -83,7 +86,7 @@ def adopt_ranks(where: DictConfig, ranks: environments.Environment, requested: o
     elif isinstance(requested, int) and requested not in (-1, per_node):
         what = f"the run asks for {requested} per node, but the node has {per_node}"
     if what:
-        raise UserError.at("trainer.devices", what, remedy, code="mismatch")
+        raise UserError.at("trainer.devices", what=what, remedy=remedy, code="mismatch")
     where.trainer.devices = per_node
     where.trainer.num_nodes = nodes
     where.launcher = {"_target_": TARGET}
@@ -93,12 +96,16 @@ def refuse_program(config: DictConfig) -> None:
     """Refuses a program. Another tool has started a distdl for each of its ranks, and torchrun
     holds the port at which the first of them would listen."""
     if programs.is_program(config):
-        what = "torchrun, mpirun or srun has started this process already, as one of several"
-        remedy = (
-            "let distdl start the ranks: python -m distdl run trainer.devices=2 -- COMMAND, with "
-            "launcher=mpi or slurm on several hosts; or start the program without distdl"
+        raise UserError.at(
+            programs.SECTION,
+            what="torchrun, mpirun or srun has started this process already, as one of several",
+            remedy=(
+                "let distdl start the ranks: python -m distdl run trainer.devices=2 -- COMMAND, "
+                "with "
+                "launcher=mpi or slurm on several hosts; or start the program without distdl"
+            ),
+            code="conflict",
         )
-        raise UserError.at(programs.SECTION, what, remedy, code="conflict")
 
 
 def _create(planned: Plan) -> str:

@@ -40,9 +40,12 @@ def provide(config: DictConfig, run: RunDirectory | None) -> list[StoredInput]:
     found = _found(name)
     began = sha256_in(record, published.KEY)
     if began and began not in [each.sha256 for each in found]:
-        what = f"{name} is another file now than the run began with (SHA-256 {began[:12]}...)"
-        remedy = f"put that file back into {run.path / FOLDER}, or start a new run"
-        raise UserError.at(published.KEY, what, remedy, code="mismatch")
+        raise UserError.at(
+            published.KEY,
+            what=f"{name} is another file now than the run began with (SHA-256 {began[:12]}...)",
+            remedy=f"put that file back into {run.path / FOLDER}, or start a new run",
+            code="mismatch",
+        )
     return found
 
 
@@ -86,11 +89,15 @@ def fetch(name: str) -> StoredInput:
     try:
         answer = json.loads(child.stdout)
     except ValueError:
-        what = f"fetching {name} ended Python (exit code {child.returncode})"
-        raise UserError.at(published.KEY, what, "model.weights=FILE", code="failed") from None
+        raise UserError.at(
+            published.KEY,
+            what=f"fetching {name} ended Python (exit code {child.returncode})",
+            remedy="model.weights=FILE",
+            code="failed",
+        ) from None
     if refused := answer.get("problem"):
         where, what, remedy, code = (redact(str(text)) for text in refused)
-        raise UserError.at(where, what, remedy, code=code)
+        raise UserError.at(where, what=what, remedy=remedy, code=code)
     path = Path(answer["path"])
     return StoredInput(
         published.KEY, name, path, answer["file"], answer["sha256"], answer["source"]

@@ -125,7 +125,10 @@ def listed(folder: Path, notes: dict[str, None]) -> Iterator[list[RunState]]:
     runs = jobs.runs_below(folder)
     if not runs:
         raise UserError.at(
-            str(folder), "has no runs", "python -m distdl jobs list DIR", code="not-found"
+            str(folder),
+            what="has no runs",
+            remedy="python -m distdl jobs list DIR",
+            code="not-found",
         )
     platforms = jobs.Platforms()
     left = [ListedRun(run, platforms) for run in runs]

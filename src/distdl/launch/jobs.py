@@ -75,11 +75,17 @@ class Platforms:
             self._known[key] = self._launcher(written)
         launcher = self._known[key]
         if not isinstance(launcher, Problem) and names_another_folder(str(handle), attempt):
-            what = f"not queried: job.json names a job of another folder, {handle}"
-            launcher = Problem("launcher", what, code="mismatch")
+            launcher = Problem(
+                "launcher",
+                what=f"not queried: job.json names a job of another folder, {handle}",
+                code="mismatch",
+            )
         elif not isinstance(launcher, Problem) and (original := attempt.copy_of(attempt.job())):
-            what = f"not queried: job.json names the job of {original}, of which this is a copy"
-            launcher = Problem("launcher", what, code="mismatch")
+            launcher = Problem(
+                "launcher",
+                what=f"not queried: job.json names the job of {original}, of which this is a copy",
+                code="mismatch",
+            )
         if isinstance(launcher, Problem):
             return Unqueried(str(handle), launcher)
         try:
@@ -92,13 +98,18 @@ class Platforms:
         resolved = resolve({"launcher": written})
         node = resolved.section("launcher")
         for _, refused in target_problems({"launcher": node}, self.trust):
-            what = (
-                f"{refused.what}; it is from the run's launch.yaml, so its platform was not asked"
+            return Problem(
+                refused.path,
+                what=(
+                    f"{refused.what}; it is from the run's launch.yaml, "
+                    "so its platform was not asked"
+                ),
+                remedy=refused.remedy,
+                code=refused.code,
             )
-            return Problem(refused.path, what, refused.remedy, code=refused.code)
         if secret := [name for _, name, _ in resolved.variables() if looks_secret(name)]:
             what = f"the run's launch.yaml asks for the secret ${secret[0]}, which it does not get"
-            return Problem("launcher", f"{what}: its platform was not asked", code="private")
+            return Problem("launcher", what=f"{what}: its platform was not asked", code="private")
         if self.trust.covers(str(node["_target_"])):
             make_importable(self.trust.folders)
         return instantiate(node)
@@ -125,11 +136,18 @@ def targets(text: str, number: int | None, allow: Sequence[str] = ()) -> list[Ta
 def attempt_of(run: RunDirectory, number: int | None = None) -> Attempt:
     attempts = {a.number: a for a in run.attempts()}
     if not attempts:
-        remedy = f"start it, or resume it: python -m distdl resume {shown(run.path)}"
-        raise UserError.at(shown(run.path), "has no recorded attempt", remedy, code="incomplete")
+        raise UserError.at(
+            shown(run.path),
+            what="has no recorded attempt",
+            remedy=f"start it, or resume it: python -m distdl resume {shown(run.path)}",
+            code="incomplete",
+        )
     if number is not None and number not in attempts:
         raise UserError.at(
-            "--attempt", f"there is no attempt {number}", f"1 to {max(attempts)}", code="not-found"
+            "--attempt",
+            what=f"there is no attempt {number}",
+            remedy=f"1 to {max(attempts)}",
+            code="not-found",
         )
     return attempts[number or max(attempts)]
 
@@ -188,11 +206,16 @@ def instantiate(node: DictConfig | dict[Any, Any], known: type | None = None) ->
     try:
         kind = known or kinds.locate(target)
     except (ImportError, AttributeError) as error:
-        what = f"{target} cannot be imported here"
-        remedy = f"is {target.partition('.')[0]} installed in this environment?"
-        raise UserError.at("launcher", what, remedy, code="failed") from error
+        raise UserError.at(
+            "launcher",
+            what=f"{target} cannot be imported here",
+            remedy=f"is {target.partition('.')[0]} installed in this environment?",
+            code="failed",
+        ) from error
     if not is_launcher(kind):
-        raise UserError.at("launcher._target_", f"{target} is not a launcher", code="wrong-kind")
+        raise UserError.at(
+            "launcher._target_", what=f"{target} is not a launcher", code="wrong-kind"
+        )
     try:
         arguments = build(node, _target_="builtins.dict", _convert_="all")
         return adapted_launcher(kind)(**arguments)

@@ -166,8 +166,8 @@ def checked_size(
     problems = [
         Problem(
             group,
-            "missing",
-            f"write {group}=OPTION; --help lists the options",
+            what="missing",
+            remedy=f"write {group}=OPTION; --help lists the options",
             code="missing-key",
         )
         for group in (REQUIRED_BY_PROGRAM if programs.is_program(config) else REQUIRED)
@@ -202,9 +202,16 @@ def checked_size(
         with suppress(OmegaConfBaseException, TypeError, KeyError, AttributeError):
             problems += checkpoint_checks.for_parts(config, launcher, size)
     if size is not None and size.accelerator == "cpu" and trainer.get("sync_batchnorm"):
-        remedy = "write trainer.sync_batchnorm=false; model.norm=group needs no synchronising"
-        what = "synchronised batch norm needs a GPU"
-        problems.append(Problem("trainer.sync_batchnorm", what, remedy, code="unsupported"))
+        problems.append(
+            Problem(
+                "trainer.sync_batchnorm",
+                what="synchronised batch norm needs a GPU",
+                remedy=(
+                    "write trainer.sync_batchnorm=false; model.norm=group needs no synchronising"
+                ),
+                code="unsupported",
+            )
+        )
     resolved = validate.refuse(config, size, folders=trust.folders, further=problems)
     if uncounted is not None:
         validate.validate(config, None, folders=trust.folders)

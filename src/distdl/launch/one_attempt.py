@@ -41,7 +41,7 @@ def refuse_second(run: RunDirectory, allow: Sequence[str] = ()) -> None:
             f"watch it: python -m distdl jobs logs --follow {path}, "
             f"or end it: python -m distdl jobs cancel {path}"
         )
-    raise UserError.at(path, what, remedy, code="under-way")
+    raise UserError.at(path, what=what, remedy=remedy, code="under-way")
 
 
 def say_ended(path: str) -> str:
@@ -62,9 +62,11 @@ def declare_ended(attempt: Attempt, job: JobBase) -> JobState:
         state = JobState.UNKNOWN if elsewhere and not state.ended else state
     path = shown(attempt.path.parents[1])
     if state in (JobState.PENDING, JobState.RUNNING):
-        what = f"attempt {attempt.number} has not ended: it is {state.lower()}"
         raise UserError.at(
-            path, what, f"end it: python -m distdl jobs cancel {path}", code="under-way"
+            path,
+            what=f"attempt {attempt.number} has not ended: it is {state.lower()}",
+            remedy=f"end it: python -m distdl jobs cancel {path}",
+            code="under-way",
         )
     recorded = attempt.state()
     if recorded.ended:

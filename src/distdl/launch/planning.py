@@ -147,12 +147,11 @@ def plan(
             what = f"the old {run_id} failed before its first checkpoint, kept as"
             planned.notes.append(f"{what} {shown(planned.old_run)}")
             return planned
-        what = f"{run_id} exists with another config:\n{configs.difference(stored, recipe)}"
         resume = f"python -m distdl resume {shown(run.path)}{_resume_arguments(planned, stored)}"
         raise UserError.at(
             "name",
-            what,
-            f"choose another name, or resume that run: {resume}",
+            what=f"{run_id} exists with another config:\n{configs.difference(stored, recipe)}",
+            remedy=f"choose another name, or resume that run: {resume}",
             code="exists-already",
         )
     if not member:  # a member is refused when its turn comes, so that the others train

@@ -75,7 +75,9 @@ def problems(
     """
     if not folder.is_dir():
         what = f"was started in {folder}, which does not exist here"
-        yield Problem(COMMAND, what, "cd to the project that holds it", code="not-found")
+        yield Problem(
+            COMMAND, what=what, remedy="cd to the project that holds it", code="not-found"
+        )
     else:
         yield from command_problems(program.command, folder, local)
     yield from framework_problems(program, node, launcher, size)
@@ -84,7 +86,7 @@ def problems(
         what = f"launcher.max_attempts={node['max_attempts']} needs a place that lasts: {why}"
         remedy = "program.checkpoints=s3://BUCKET/FOLDER, azure://CONTAINER/FOLDER, or a folder "
         remedy += "that all hosts share; or launcher.max_attempts=0"
-        yield Problem("program.checkpoints", what, remedy, code="missing-key")
+        yield Problem("program.checkpoints", what=what, remedy=remedy, code="missing-key")
 
 
 def framework_problems(
@@ -95,16 +97,28 @@ def framework_problems(
 ) -> Iterator[Problem]:
     if program.framework == "mpi" and launcher is not None:
         if remedy := launcher.without_mpi(node):
-            what = "the ranks of this launcher are started by no mpirun"
-            yield Problem("program.framework", what, remedy, code="unsupported")
+            yield Problem(
+                "program.framework",
+                what="the ranks of this launcher are started by no mpirun",
+                remedy=remedy,
+                code="unsupported",
+            )
         elif program.per == "node":
-            what = "mpirun starts ranks, and a program per node would be one of them on each"
-            yield Problem("program.per", what, "program.per=rank", code="conflict")
+            yield Problem(
+                "program.per",
+                what="mpirun starts ranks, and a program per node would be one of them on each",
+                remedy="program.per=rank",
+                code="conflict",
+            )
     roles = {"parameter_servers": program.parameter_servers, "evaluator": int(program.evaluator)}
     for key, count in roles.items():
         if count and program.framework != "tensorflow":
-            what = "only TensorFlow's tasks have such a role"
-            yield Problem(f"program.{key}", what, "program.framework=tensorflow", code="conflict")
+            yield Problem(
+                f"program.{key}",
+                what="only TensorFlow's tasks have such a role",
+                remedy="program.framework=tensorflow",
+                code="conflict",
+            )
             return
     tasks = None if size is None else tasks_of(program, size)
     if tasks is not None and any(roles.values()):
@@ -115,12 +129,11 @@ def framework_problems(
             if servers:
                 parts += ["a worker", f"{servers} parameter {plural('server', servers)}"]
             parts += ["an evaluator"] * program.evaluator
-            what = f"{', '.join(parts)} are {needed} tasks, and the run has {tasks}"
             unit = "trainer.num_nodes" if program.per == "node" else "trainer.devices"
             yield Problem(
                 f"program.{next(k for k, n in roles.items() if n)}",
-                what,
-                f"more {unit}",
+                what=f"{', '.join(parts)} are {needed} tasks, and the run has {tasks}",
+                remedy=f"more {unit}",
                 code="not-enough",
             )
 
@@ -146,12 +159,16 @@ def command_problems(command: Sequence[str], folder: Path, local: bool) -> Itera
         remedy = f"did you mean ./{near}?" if near else "write its path, or install it"
         if beside.is_file():
             remedy = f"it is in this folder: ./{first}"
-        yield Problem(COMMAND, f"there is no program {first!r} on PATH", remedy, code="not-found")
+        yield Problem(
+            COMMAND, what=f"there is no program {first!r} on PATH", remedy=remedy, code="not-found"
+        )
 
 
 def _module_problems(command: Sequence[str], folder: Path, local: bool) -> Iterator[Problem]:
     if len(command) < 2:
-        yield Problem(COMMAND, "-m names no module", "-m package.module", code="missing-key")
+        yield Problem(
+            COMMAND, what="-m names no module", remedy="-m package.module", code="missing-key"
+        )
         return
     parts = command[1].split(".")
     inside = folder.joinpath(*parts)
@@ -162,12 +179,11 @@ def _module_problems(command: Sequence[str], folder: Path, local: bool) -> Itera
     with suppress(ImportError, ValueError, AttributeError):
         known = importlib.util.find_spec(parts[0])
     if known is None:
-        what = f"there is no module {command[1]!r}, neither in {folder} nor installed"
         near = closest(command[1], [each.stem for each in folder.glob("*.py")])
         yield Problem(
             COMMAND,
-            what,
-            f"did you mean -m {near}?" if near else "correct the name",
+            what=f"there is no module {command[1]!r}, neither in {folder} nor installed",
+            remedy=f"did you mean -m {near}?" if near else "correct the name",
             code="not-found",
         )
 
@@ -177,7 +193,9 @@ def _script_problems(name: str, folder: Path, local: bool) -> Iterator[Problem]:
         return
     path = folder / name
     if path.is_dir():
-        yield Problem(COMMAND, f"{name} is a folder", "name the file in it", code="wrong-kind")
+        yield Problem(
+            COMMAND, what=f"{name} is a folder", remedy="name the file in it", code="wrong-kind"
+        )
     elif not path.is_file():
         yield _no_file(name, folder)
 
@@ -189,8 +207,8 @@ def _no_file(name: str, folder: Path) -> Problem:
     remedy = f"did you mean {os.path.join(os.path.dirname(name), near)}?" if near else ""
     return Problem(
         COMMAND,
-        f"there is no file {name} in {folder}",
-        remedy or "correct the path",
+        what=f"there is no file {name} in {folder}",
+        remedy=remedy or "correct the path",
         code="not-found",
     )
 
@@ -199,7 +217,9 @@ def _file_problems(name: str, folder: Path, local: bool) -> Iterator[Problem]:
     """Of a file that is executed by its path."""
     path = folder / name
     if path.is_dir():
-        yield Problem(COMMAND, f"{name} is a folder", "name the program in it", code="wrong-kind")
+        yield Problem(
+            COMMAND, what=f"{name} is a folder", remedy="name the program in it", code="wrong-kind"
+        )
         return
     if not path.is_file():
         yield _no_file(name, folder)
@@ -208,28 +228,39 @@ def _file_problems(name: str, folder: Path, local: bool) -> Iterator[Problem]:
         start = file.read(256)
     if not path.stat().st_mode & (stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH):
         by = "bash" if start[:2] == b"#!" or not start.startswith(ELF) else ""
-        remedy = f"chmod +x {name}" + (f", or: {by} {name}" if by else "")
-        yield Problem(COMMAND, f"{name} is not executable", remedy, code="wrong-kind")
+        yield Problem(
+            COMMAND,
+            what=f"{name} is not executable",
+            remedy=f"chmod +x {name}" + (f", or: {by} {name}" if by else ""),
+            code="wrong-kind",
+        )
         return
     if start.startswith(ELF):
         return
     if start[:2] != b"#!":
-        what = f"{name} is no program: it begins with no #! line, and is not compiled for Linux"
         yield Problem(
             COMMAND,
-            what,
-            "begin it with #!/bin/sh, or name what runs it: bash " + name,
+            what=f"{name} is no program: it begins with no #! line, and is not compiled for Linux",
+            remedy="begin it with #!/bin/sh, or name what runs it: bash " + name,
             code="wrong-kind",
         )
         return
     interpreter = start[2:].split(b"\n")[0].split()[:1]
     named = os.fsdecode(interpreter[0]) if interpreter else ""
     if start[2:].split(b"\n")[0].endswith(b"\r"):
-        what = f"the first line of {name} ends as Windows writes it, so that nothing runs it"
-        yield Problem(COMMAND, what, f"sed -i 's/\\r$//' {name}", code="wrong-kind")
+        yield Problem(
+            COMMAND,
+            what=f"the first line of {name} ends as Windows writes it, so that nothing runs it",
+            remedy=f"sed -i 's/\\r$//' {name}",
+            code="wrong-kind",
+        )
     elif local and not os.access(named, os.X_OK):
-        what = f"{name} is run by {named or 'nothing'} (its #! line), which does not exist"
-        yield Problem(COMMAND, what, "correct the line", code="not-found")
+        yield Problem(
+            COMMAND,
+            what=f"{name} is run by {named or 'nothing'} (its #! line), which does not exist",
+            remedy="correct the line",
+            code="not-found",
+        )
 
 
 def hints(program: Program, folder: Path) -> Iterator[str]:

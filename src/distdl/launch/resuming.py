@@ -116,7 +116,7 @@ def apply(
             problems.append(
                 Problem(
                     path,
-                    "a resume can set values, but not delete or sweep them",
+                    what="a resume can set values, but not delete or sweep them",
                     code="unsupported",
                 )
             )
@@ -135,8 +135,14 @@ def apply(
             continue  # only said again, in consent
         elif (path, value) == choices.CHOICES["batch_size"][:2]:
             if OmegaConf.select(recipe, path) != value:
-                what = "a run keeps the batch that it was started with"
-                problems.append(Problem(path, what, "a number, or a new run", code="mismatch"))
+                problems.append(
+                    Problem(
+                        path,
+                        what="a run keeps the batch that it was started with",
+                        remedy="a number, or a new run",
+                        code="mismatch",
+                    )
+                )
         elif path in changeable or path.startswith(("strategy.", "tracking.")):
             changes[path] = value
         else:
@@ -176,24 +182,31 @@ def missing_code_located(config: DictConfig, before: dict[str, Any]) -> Iterator
         if not refused or not root or str(root) == str(current):
             raise
         names = (OmegaConf.select(config, problem.path) for problem in refused)
-        what = (
-            f"the run was started with the code of {root}, but this project, {current}, "
-            f"does not have {', '.join(dict.fromkeys(map(str, names)))}"
-        )
-        remedy = f"cd {root}, or if you trust that code: project.root={root}"
         others = [p for p in error.problems if p not in refused]
         raise type(error)(
-            Problem("project.root", what, remedy, code="incomplete"), *others
+            Problem(
+                "project.root",
+                what=(
+                    f"the run was started with the code of {root}, but this project, {current}, "
+                    f"does not have {', '.join(dict.fromkeys(map(str, names)))}"
+                ),
+                remedy=f"cd {root}, or if you trust that code: project.root={root}",
+                code="incomplete",
+            ),
+            *others,
         ) from None
 
 
 def _refused(path: str, changeable: Sequence[str], known: Sequence[str] = ()) -> Problem:
     if known and path not in known:
         return Problem(
-            path, "no such key", did_you_mean(path, [*known, *changeable]), code="unknown-key"
+            path,
+            what="no such key",
+            remedy=did_you_mean(path, [*known, *changeable]),
+            code="unknown-key",
         )
     others = ["strategy", "tracking", "launcher", "task", "trainer.devices", "trainer.num_nodes"]
     remedy = f"start a new run; a resume may only change {', '.join([*changeable, *others])}"
     if path in configs.CHANGEABLE_TO_EVALUATE:
         remedy += f"; {path} only for task=validate, test or predict"
-    return Problem(path, "would make it another run", remedy, code="mismatch")
+    return Problem(path, what="would make it another run", remedy=remedy, code="mismatch")

@@ -109,9 +109,11 @@ def unset_names(planned: Plan) -> list[str]:
 
 def refuse_unset(planned: Sequence[Plan]) -> None:
     if missing := list(dict.fromkeys(name for each in planned for name in unset_names(each))):
-        what = f"not set in this shell: {', '.join(missing)}"
         raise UserError.at(
-            "launcher.forward_env", what, f"export {missing[0]}=...", code="incomplete"
+            "launcher.forward_env",
+            what=f"not set in this shell: {', '.join(missing)}",
+            remedy=f"export {missing[0]}=...",
+            code="incomplete",
         )
 
 
@@ -159,9 +161,11 @@ def must_be_written(key: str, folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        what = f"{shown(folder)} cannot be written: {error.strerror}"
         raise UserError.at(
-            key, what, f"choose another: {key}=FOLDER", code="not-writable"
+            key,
+            what=f"{shown(folder)} cannot be written: {error.strerror}",
+            remedy=f"choose another: {key}=FOLDER",
+            code="not-writable",
         ) from error
 
 

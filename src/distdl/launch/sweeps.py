@@ -59,7 +59,10 @@ def main(
     swept = grammar.sweep_keys(overrides)
     if "name" in swept:
         raise UserError.at(
-            "name", "cannot be swept: a sweep names its members", "name=SWEEP", code="unsupported"
+            "name",
+            what="cannot be swept: a sweep names its members",
+            remedy="name=SWEEP",
+            code="unsupported",
         )
 
     def chosen_and_plan(member: Sequence[str]) -> PlannedMember:

@@ -40,10 +40,12 @@ def blocks_of(network: nn.Module) -> list[NamedBlock]:
 
 
 def _no_chain(network: nn.Module, why: str) -> UserError:
-    what = f"{type(network).__name__} cannot be divided into a chain of blocks: {why}"
     remedy = "give it a method pipeline_blocks() that returns [(name, module), ...] in the order "
     return UserError.at(
-        "model", what, f"{remedy}of forward, or use another strategy", code="indivisible"
+        "model",
+        what=f"{type(network).__name__} cannot be divided into a chain of blocks: {why}",
+        remedy=f"{remedy}of forward, or use another strategy",
+        code="indivisible",
     )
 
 

@@ -126,8 +126,8 @@ class ImageClassifier(Evaluated):
         if config.get("norm", "batch") not in ("batch", "group"):
             yield Problem(
                 "norm",
-                f"is {config['norm']!r}",
-                "model.norm=batch or model.norm=group",
+                what=f"is {config['norm']!r}",
+                remedy="model.norm=batch or model.norm=group",
                 code="wrong-choice",
             )
         for name in ("mixup", "cutmix"):
@@ -135,13 +135,17 @@ class ImageClassifier(Evaluated):
             if alpha < 0:
                 yield Problem(
                     name,
-                    f"is {alpha}, below 0",
-                    f"model.{name}=0 switches it off",
+                    what=f"is {alpha}, below 0",
+                    remedy=f"model.{name}=0 switches it off",
                     code="out-of-range",
                 )
         if not 0 <= (smoothing := config.get("label_smoothing", 0)) < 1:
-            what = f"is {smoothing}, not from 0 to below 1"
-            yield Problem("label_smoothing", what, "model.label_smoothing=0.1", code="out-of-range")
+            yield Problem(
+                "label_smoothing",
+                what=f"is {smoothing}, not from 0 to below 1",
+                remedy="model.label_smoothing=0.1",
+                code="out-of-range",
+            )
 
     def configure_model(self) -> None:
         torch.set_float32_matmul_precision(self._matmul_precision)

@@ -66,8 +66,12 @@ def refuse_without_compiler(device: str) -> None:
     """Raises UserError if this machine lacks what torch.compile needs."""
     if what := missing(device):
         packages = "apt-get install g++ python3-dev"
-        remedy = f"install it (Debian, Ubuntu: {packages}), or model.compile=false"
-        raise UserError.at("model.compile", what, remedy, code="not-installed")
+        raise UserError.at(
+            "model.compile",
+            what=what,
+            remedy=f"install it (Debian, Ubuntu: {packages}), or model.compile=false",
+            code="not-installed",
+        )
 
 
 def missing(device: str) -> str:

@@ -58,9 +58,11 @@ def torchvision_detector(
 
     known = list_models(module=detection)
     if name not in known:
-        hint = did_you_mean(name, known) or f"one of {', '.join(sorted(known))}"
         raise UserError.at(
-            "model.network.name", f"torchvision has no detector {name!r}", hint, code="incomplete"
+            "model.network.name",
+            what=f"torchvision has no detector {name!r}",
+            remedy=did_you_mean(name, known) or f"one of {', '.join(sorted(known))}",
+            code="incomplete",
         )
     given = {key: value for key, value in options.items() if value is not None}
     _refuse_unknown(name, given)
@@ -107,13 +109,19 @@ def _with_backbone(
     builders = {each: models.get_model_builder(each) for each in models.list_models(module=models)}
     known = [each for each, made in builders.items() if made.__module__.endswith(".resnet")]
     if name not in WITH_RESNET:
-        what = f"{name} cannot have another backbone"
-        remedy = f"model.network.backbone=null, or one of {', '.join(WITH_RESNET)}"
-        raise UserError.at("model.network.backbone", what, remedy, code="unsupported")
+        raise UserError.at(
+            "model.network.backbone",
+            what=f"{name} cannot have another backbone",
+            remedy=f"model.network.backbone=null, or one of {', '.join(WITH_RESNET)}",
+            code="unsupported",
+        )
     if backbone not in known:
-        hint = did_you_mean(backbone, known) or f"one of {', '.join(sorted(known))}"
-        what = f"torchvision has no ResNet {backbone!r}"
-        raise UserError.at("model.network.backbone", what, hint, code="incomplete")
+        raise UserError.at(
+            "model.network.backbone",
+            what=f"torchvision has no ResNet {backbone!r}",
+            remedy=did_you_mean(backbone, known) or f"one of {', '.join(sorted(known))}",
+            code="incomplete",
+        )
     features: dict[str, object] = {"norm_layer": nn.BatchNorm2d, "trainable_layers": 5}
     if name in WITHOUT_FIRST_LAYER:
         features |= {"returned_layers": [2, 3, 4], "extra_blocks": LastLevelP6P7(256, 256)}
@@ -151,8 +159,12 @@ def freeze_norms(network: nn.Module, eps: float) -> None:
 
     body = body_of(network)
     if body is None:
-        what = f"{type(network).__name__} has no backbone.body, whose norms could be frozen"
-        raise UserError.at("model.norm", what, "model.norm=batch", code="incomplete")
+        raise UserError.at(
+            "model.norm",
+            what=f"{type(network).__name__} has no backbone.body, whose norms could be frozen",
+            remedy="model.norm=batch",
+            code="incomplete",
+        )
     for name, module in [*body.named_modules()]:
         if isinstance(module, nn.BatchNorm2d):
             body.set_submodule(name, FrozenBatchNorm2d(module.num_features, eps))
@@ -179,9 +191,11 @@ def train_last_stages(network: nn.Module, count: int) -> None:
     body = body_of(network)
     stages = None if body is None else stages_of(body)
     if stages is None:
-        what = f"the stages of the backbone of {type(network).__name__} are not known"
         raise UserError.at(
-            "model.trainable_stages", what, "model.trainable_stages=null: all", code="unsupported"
+            "model.trainable_stages",
+            what=f"the stages of the backbone of {type(network).__name__} are not known",
+            remedy="model.trainable_stages=null: all",
+            code="unsupported",
         )
     for stage in stages[: max(0, len(stages) - count)]:
         for module in stage:

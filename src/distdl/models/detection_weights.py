@@ -81,14 +81,18 @@ def load_detector_weights(
         # Old files have other names, which torchvision's layers translate.
         seen = network.load_state_dict(weights, strict=False)
     except RuntimeError as error:
-        what = f"{file} holds the weights of another network: {error}"
-        raise UserError.at("model.weights", what, REMEDY, code="mismatch") from None
+        raise UserError.at(
+            "model.weights",
+            what=f"{file} holds the weights of another network: {error}",
+            remedy=REMEDY,
+            code="mismatch",
+        ) from None
     missing = [k for k in seen.missing_keys if not k.endswith(COUNTED) and k not in random]
     if missing or seen.unexpected_keys:
         shown = ", ".join([*missing[:2], *seen.unexpected_keys[:2]])
         what = f"{file} holds the weights of another network than {type(network).__name__}"
         raise UserError.at(
-            "model.weights", f"{what} or its backbone: {shown}", REMEDY, code="mismatch"
+            "model.weights", what=f"{what} or its backbone: {shown}", remedy=REMEDY, code="mismatch"
         )
     _refuse_eps(network, file)
     log.info("%s: %d weights of the detector", file, len(weights))
@@ -120,8 +124,12 @@ def _without_head(network: nn.Module, weights: dict[str, torch.Tensor]) -> list[
     """
     dropped = [name for name in network.state_dict() if any(part in name for part in BY_CLASS)]
     if not dropped:
-        what = f"the layers of {type(network).__name__} that tell classes apart are not known"
-        raise UserError.at("model.head", what, "model.head=null", code="unsupported")
+        raise UserError.at(
+            "model.head",
+            what=f"the layers of {type(network).__name__} that tell classes apart are not known",
+            remedy="model.head=null",
+            code="unsupported",
+        )
     for name in dropped:
         weights.pop(name, None)
     return dropped
@@ -166,7 +174,9 @@ def _refuse_eps(network: nn.Module, file: Path) -> None:
         digest = hashlib.file_digest(opened, "sha256").hexdigest()
     if digest[:8] in WITHOUT_EPS:
         what = f"{file} are torchvision's weights of {WITHOUT_EPS[digest[:8]]}, whose norms have no"
-        remedy = "model.frozen_eps=0, as in torchvision"
         raise UserError.at(
-            "model.frozen_eps", f"{what} eps; here it is {max(eps):g}", remedy, code="mismatch"
+            "model.frozen_eps",
+            what=f"{what} eps; here it is {max(eps):g}",
+            remedy="model.frozen_eps=0, as in torchvision",
+            code="mismatch",
         )

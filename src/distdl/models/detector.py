@@ -104,9 +104,12 @@ class Detector(Evaluated):
         classes = classes_of(network)
         if classes is not None and classes != num_classes + 1:
             found = classes - 1
-            what = f"is {num_classes}, and the network has {found} classes and the background"
-            remedy = f"model.num_classes={found}, or a network for {num_classes}"
-            raise UserError.at("model.num_classes", what, remedy, code="mismatch")
+            raise UserError.at(
+                "model.num_classes",
+                what=f"is {num_classes}, and the network has {found} classes and the background",
+                remedy=f"model.num_classes={found}, or a network for {num_classes}",
+                code="mismatch",
+            )
         if norm == "frozen" and weights is not None:
             freeze_norms(network, frozen_eps)
         if trainable_stages is not None:
@@ -133,19 +136,26 @@ class Detector(Evaluated):
         whole = cast("Mapping[str, Mapping[str, object]]", context["config"])
         yield from start_checks.problems(config, context, classifies=False)
         if context["local"] and find_spec("faster_coco_eval") is None:
-            what = "needs the package faster-coco-eval, which is not installed"
-            yield Problem("", what, "pip install 'distdl[detection]'", code="not-installed")
-        strategy = str((whole.get("strategy") or {}).get("_target_"))
-        if strategy.endswith("PipelineStrategy"):
-            what = "a detector is no chain of layers, which strategy=pipeline could cut"
-            yield Problem("", what, "strategy=ddp or strategy=fsdp", code="unsupported")
-        precision = str((whole.get("trainer") or {}).get("precision"))
-        if precision in ("bf16-true", "16-true", "transformer-engine"):
-            what = f"trainer.precision={precision} would round boxes to 8 bits"
             yield Problem(
                 "",
-                what,
-                "trainer.precision=bf16-mixed, in which boxes are float32",
+                what="needs the package faster-coco-eval, which is not installed",
+                remedy="pip install 'distdl[detection]'",
+                code="not-installed",
+            )
+        strategy = str((whole.get("strategy") or {}).get("_target_"))
+        if strategy.endswith("PipelineStrategy"):
+            yield Problem(
+                "",
+                what="a detector is no chain of layers, which strategy=pipeline could cut",
+                remedy="strategy=ddp or strategy=fsdp",
+                code="unsupported",
+            )
+        precision = str((whole.get("trainer") or {}).get("precision"))
+        if precision in ("bf16-true", "16-true", "transformer-engine"):
+            yield Problem(
+                "",
+                what=f"trainer.precision={precision} would round boxes to 8 bits",
+                remedy="trainer.precision=bf16-mixed, in which boxes are float32",
                 code="unsupported",
             )
         network = start_checks.network_of(config, context)
@@ -211,8 +221,12 @@ class Detector(Evaluated):
         """What the network needs of a target."""
         needed = {name: target[name] for name in TRAINED_BY if name in target}
         for name in (name for name in self._needs if name not in needed):
-            what = f"its targets have no {name}, which {type(self.network).__name__} learns"
-            raise UserError.at("data", what, "data with them, or another model", code="incomplete")
+            raise UserError.at(
+                "data",
+                what=f"its targets have no {name}, which {type(self.network).__name__} learns",
+                remedy="data with them, or another model",
+                code="incomplete",
+            )
         return needed
 
 
@@ -223,13 +237,20 @@ def _misfits(
     named = data.get("num_classes")
     own = config.get("num_classes")
     if isinstance(named, int) and isinstance(own, int) and named != own:
-        what = f"is {own}, and data.num_classes is {named}"
-        yield Problem("num_classes", what, f"model.num_classes={named}", code="mismatch")
+        yield Problem(
+            "num_classes",
+            what=f"is {own}, and data.num_classes is {named}",
+            remedy=f"model.num_classes={named}",
+            code="mismatch",
+        )
     for field in () if network is None else needs_of(network):
         if data.get(field) is False:
-            what = f"{type(network).__name__} learns {field}"
-            remedy = f"data.{field}=true, or another model"
-            yield Problem("network", what, remedy, code="mismatch")
+            yield Problem(
+                "network",
+                what=f"{type(network).__name__} learns {field}",
+                remedy=f"data.{field}=true, or another model",
+                code="mismatch",
+            )
 
 
 def _refused(config: Mapping[str, object], network: nn.Module) -> Iterator[Problem]:

@@ -60,9 +60,11 @@ def freeze(network: nn.Module, patterns: Sequence[str], heads: Sequence[str] = (
     for _, parameter in weights:
         parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in network.parameters()):
-        what = f"nothing is left to train in {type(network).__name__}"
         raise UserError.at(
-            KEY, what, "leave the head out: model.freeze=[backbone]", code="conflict"
+            KEY,
+            what=f"nothing is left to train in {type(network).__name__}",
+            remedy="leave the head out: model.freeze=[backbone]",
+            code="conflict",
         )
     norms = [
         name

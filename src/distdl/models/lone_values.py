@@ -76,9 +76,12 @@ def problem(network: nn.Module, frozen: Frozen, size: int) -> Problem | None:
             hook.remove()
     if "more than 1 value per channel" not in text or not called:
         return None
-    what = (
-        f"batch norm in {called[-1]} gets one value per channel from a batch of one image of "
-        f"{size} x {size} pixels"
+    return Problem(
+        "norm",
+        what=(
+            f"batch norm in {called[-1]} gets one value per channel from a batch of one image of "
+            f"{size} x {size} pixels"
+        ),
+        remedy="data.batch_size=2 or more, model.norm=group, or larger images",
+        code="not-enough",
     )
-    remedy = "data.batch_size=2 or more, model.norm=group, or larger images"
-    return Problem("norm", what, remedy, code="not-enough")

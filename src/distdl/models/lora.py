@@ -63,8 +63,12 @@ class LoraSettings(BaseModel, extra="forbid", strict=True, frozen=True):
             UserError: It does not fit.
         """
         if not isinstance(node, Mapping):
-            what = f"{node!r} is no mapping of {', '.join(cls.model_fields)}"
-            raise UserError.at(PATH, what, f"{PATH}.rank=8", code="wrong-type")
+            raise UserError.at(
+                PATH,
+                what=f"{node!r} is no mapping of {', '.join(cls.model_fields)}",
+                remedy=f"{PATH}.rank=8",
+                code="wrong-type",
+            )
         values = {str(key): value for key, value in node.items()}
         try:
             return cls.model_validate(values)
@@ -95,12 +99,21 @@ def layers_with(module: nn.Module, settings: LoraSettings) -> tuple[list[str], t
         found = [name for name in fitting if inside(name, parts)]
         for part in sorted(parts):
             if not any(inside(name, [part]) for name in found):
-                what = f"{part} is or has no linear layer or convolution for rank {settings.rank}"
-                remedy = f"some of {', '.join(fitting[:3])}, ..., or null for all but the head"
-                raise UserError.at(f"{PATH}.targets", what, remedy, code="wrong-choice")
+                raise UserError.at(
+                    f"{PATH}.targets",
+                    what=(
+                        f"{part} is or has no linear layer or convolution for rank {settings.rank}"
+                    ),
+                    remedy=f"some of {', '.join(fitting[:3])}, ..., or null for all but the head",
+                    code="wrong-choice",
+                )
     if not found:
-        what = f"{type(network).__name__} has no linear layer or convolution but its head"
-        raise UserError.at(PATH, what, "model.lora=null", code="unsupported")
+        raise UserError.at(
+            PATH,
+            what=f"{type(network).__name__} has no linear layer or convolution but its head",
+            remedy="model.lora=null",
+            code="unsupported",
+        )
     return found, tuple(head for head in heads if head not in found)
 
 
@@ -130,8 +143,12 @@ def apply(module: nn.Module, node: object) -> None:
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ModuleNotFoundError as error:
-        what = f"needs {error.name}, which is not installed"
-        raise UserError.at(PATH, what, install("peft"), code="not-installed") from None
+        raise UserError.at(
+            PATH,
+            what=f"needs {error.name}, which is not installed",
+            remedy=install("peft"),
+            code="not-installed",
+        ) from None
     config = LoraConfig(
         r=settings.rank,
         lora_alpha=settings.rank if settings.alpha is None else settings.alpha,  # type: ignore[arg-type]
@@ -176,22 +193,37 @@ def refuse_others(checkpoint: Mapping[str, Any], file: str, digest: str) -> None
     if saved is None and not digest:
         return
     if not digest:
-        what = "it holds what model.lora trains, and the model has no model.lora"
-        raise UserError.at(file, what, "model.lora as the run has it", code="mismatch")
+        raise UserError.at(
+            file,
+            what="it holds what model.lora trains, and the model has no model.lora",
+            remedy="model.lora as the run has it",
+            code="mismatch",
+        )
     if saved is None:
-        what = "it holds no adapters, and the model has model.lora"
-        remedy = "start from its weights: model.weights=FILE; or model.lora=null"
-        raise UserError.at(file, what, remedy, code="mismatch")
+        raise UserError.at(
+            file,
+            what="it holds no adapters, and the model has model.lora",
+            remedy="start from its weights: model.weights=FILE; or model.lora=null",
+            code="mismatch",
+        )
     if saved != digest:
-        what = "its adapters were trained beside other weights than the model has now"
-        raise UserError.at(file, what, "model.weights as it was then", code="mismatch")
+        raise UserError.at(
+            file,
+            what="its adapters were trained beside other weights than the model has now",
+            remedy="model.weights as it was then",
+            code="mismatch",
+        )
 
 
 def refuse_missing(trained: Collection[str], weights: Collection[str], file: str) -> None:
     """Raises a UserError if a checkpoint lacks something of what is trained."""
     if missing := sorted({*trained} - {*weights}):
-        what = f"its adapters are not those of {PATH} now: it lacks {first_few(missing)}"
-        raise UserError.at(file, what, f"{PATH} as it was then", code="mismatch")
+        raise UserError.at(
+            file,
+            what=f"its adapters are not those of {PATH} now: it lacks {first_few(missing)}",
+            remedy=f"{PATH} as it was then",
+            code="mismatch",
+        )
 
 
 @torch.no_grad()
@@ -234,8 +266,12 @@ class LoraCheck:
         config = context.get("config") or {}
         yield from _refused(node, config)
         if context["local"] and importlib.util.find_spec("peft") is None:
-            what = "needs the package peft, which is not installed"
-            yield Problem(KEY, what, install("peft"), code="not-installed")
+            yield Problem(
+                KEY,
+                what="needs the package peft, which is not installed",
+                remedy=install("peft"),
+                code="not-installed",
+            )
         try:
             settings = LoraSettings.of(node[KEY])
             layers_with(build_on_meta(targets_own(node)), settings)
@@ -249,13 +285,27 @@ class LoraCheck:
 def _refused(node: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[Problem]:
     for key in ("freeze", "unfreeze_at"):
         if node.get(key):
-            what = f"has no effect beside {PATH}, which trains adapters and the head alone"
-            yield Problem(key, what, f"leave it out, or {PATH}=null", code="conflict")
+            yield Problem(
+                key,
+                what=f"has no effect beside {PATH}, which trains adapters and the head alone",
+                remedy=f"leave it out, or {PATH}=null",
+                code="conflict",
+            )
     kind = str((config.get("strategy") or {}).get("_target_", "")).rpartition(".")[2]
     if kind not in CARRY:
-        what = f"{kind} lays out all weights at the start, and a checkpoint has the adapters alone"
-        yield Problem(KEY, what, "strategy=ddp, fsdp or single", code="unsupported")
+        yield Problem(
+            KEY,
+            what=(
+                f"{kind} lays out all weights at the start, and a checkpoint has the adapters alone"
+            ),
+            remedy="strategy=ddp, fsdp or single",
+            code="unsupported",
+        )
     for name, callback in (config.get("callbacks") or {}).items():
         if str((callback or {}).get("_target_", "")).endswith("WeightAveraging"):
-            what = f"callbacks.{name} averages and saves all weights, and not the adapters alone"
-            yield Problem(KEY, what, f"leave it out: ~callbacks.{name}", code="conflict")
+            yield Problem(
+                KEY,
+                what=f"callbacks.{name} averages and saves all weights, and not the adapters alone",
+                remedy=f"leave it out: ~callbacks.{name}",
+                code="conflict",
+            )

@@ -75,8 +75,12 @@ def chosen(network: nn.Module, patterns: Sequence[str], heads: Sequence[str], ke
             what = f"{type(network).__name__} has no module or parameter {pattern!r}"
             # A name for the whole of it is no name that it has.
             near = closest_pattern(pattern, [*names, BACKBONE] if heads else names)
-            remedy = f"did you mean {near}?" if near else f"its parts are {first}"
-            raise UserError.at(key, what, remedy, code="incomplete")
+            raise UserError.at(
+                key,
+                what=what,
+                remedy=f"did you mean {near}?" if near else f"its parts are {first}",
+                code="incomplete",
+            )
         found.update(matching)
     return found
 

@@ -83,8 +83,12 @@ def _of_torchvision(name: str) -> dict[str, str]:
         except (URLError, OSError) as error:
             raise _unreachable(address, getattr(error, "reason", error)) from None
         except RuntimeError as error:  # torch's, of a hash
-            what = f"what {_shown(address)} sent for {name} is damaged or cut off: {error}"
-            raise UserError.at(KEY, what, "try again", code="damaged-file") from None
+            raise UserError.at(
+                KEY,
+                what=f"what {_shown(address)} sent for {name} is damaged or cut off: {error}",
+                remedy="try again",
+                code="damaged-file",
+            ) from None
         digest = sha256_of(target)
     return {"path": str(target), "file": target.name, "sha256": digest, "source": url}
 
@@ -120,8 +124,15 @@ def _of_timm(name: str) -> dict[str, str]:
         else:
             raise _refused(url, f"{repository} has none of {', '.join(names)}")
     if not (found := _checked(path, stated)):
-        what = f"what {_shown(url)} sent for {name} has another hash than it states: it is not kept"
-        raise UserError.at(KEY, what, "try again", code="damaged-file")
+        raise UserError.at(
+            KEY,
+            what=(
+                f"what {_shown(url)} sent for {name} has another hash than it states: "
+                "it is not kept"
+            ),
+            remedy="try again",
+            code="damaged-file",
+        )
     return _of_hub(name, path, found, url)
 
 
@@ -188,22 +199,31 @@ def _shown(url: str) -> str:
 
 
 def _no_such_name(what: str, hint: str) -> UserError:
-    return UserError.at(KEY, what, hint, code="wrong-choice")
+    return UserError.at(KEY, what=what, remedy=hint, code="wrong-choice")
 
 
 def _without_hash(name: str, url: object) -> UserError:
-    what = f"{name} cannot be checked, as {url} states no hash"
-    remedy = "if you trust it: fetch it yourself, and model.weights=FILE"
-    return UserError.at(KEY, what, remedy, code="unsupported")
+    return UserError.at(
+        KEY,
+        what=f"{name} cannot be checked, as {url} states no hash",
+        remedy="if you trust it: fetch it yourself, and model.weights=FILE",
+        code="unsupported",
+    )
 
 
 def _refused(url: str, what: str) -> UserError:
-    return UserError.at(KEY, f"{_shown(url)} answers {what}", OTHERWISE, code="platform-refuses")
+    return UserError.at(
+        KEY, what=f"{_shown(url)} answers {what}", remedy=OTHERWISE, code="platform-refuses"
+    )
 
 
 def _unreachable(url: str, why: object) -> UserError:
-    what = f"{_shown(url)} cannot be reached: {why}"
-    return UserError.at(KEY, what, f"try again, {OTHERWISE}", code="unreachable")
+    return UserError.at(
+        KEY,
+        what=f"{_shown(url)} cannot be reached: {why}",
+        remedy=f"try again, {OTHERWISE}",
+        code="unreachable",
+    )
 
 
 def main() -> None:

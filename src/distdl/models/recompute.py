@@ -71,9 +71,12 @@ def _refusing_other_state(recomputed: Recomputed) -> Iterator[None]:
     yield
     for (part, buffer), version in zip(buffers, before, strict=True):
         if _version(buffer) != version:
-            what = f"{recomputed.name}: {type(part).__name__} changes a buffer in its forward"
-            remedy = f"name other blocks, without this one: '{PATH}=[...]'"
-            raise UserError.at(PATH, what, remedy, code="unsupported")
+            raise UserError.at(
+                PATH,
+                what=f"{recomputed.name}: {type(part).__name__} changes a buffer in its forward",
+                remedy=f"name other blocks, without this one: '{PATH}=[...]'",
+                code="unsupported",
+            )
 
 
 def _version(buffer: Tensor) -> int:
@@ -120,8 +123,12 @@ def apply(module: nn.Module, choice: Choice) -> list[str]:
         names = _own_blocks(module)
     elif isinstance(choice, str):
         near = did_you_mean_word(choice, ("none", "blocks", AUTO))
-        remedy = near or "none, blocks, auto, or a list of names"
-        raise UserError.at(PATH, f"is {choice!r}", remedy, code="wrong-choice")
+        raise UserError.at(
+            PATH,
+            what=f"is {choice!r}",
+            remedy=near or "none, blocks, auto, or a list of names",
+            code="wrong-choice",
+        )
     else:
         names = _named(module, choice)
     outermost = [name for name in names if not any(name.startswith(f"{n}.") for n in names)]
@@ -163,8 +170,12 @@ class Check:
         if strategy.endswith(".PipelineStrategy"):
             opened = [n for n in names if type(module.get_submodule(n)) is nn.Sequential]
             if opened:
-                what = f"a pipeline divides {opened[0]}, which would recompute nothing"
-                yield Problem(KEY, what, f"'{PATH}=[{opened[0]}.*]'", code="conflict")
+                yield Problem(
+                    KEY,
+                    what=f"a pipeline divides {opened[0]}, which would recompute nothing",
+                    remedy=f"'{PATH}=[{opened[0]}.*]'",
+                    code="conflict",
+                )
 
 
 def _named(module: nn.Module, patterns: Iterable[str]) -> list[str]:
@@ -174,9 +185,12 @@ def _named(module: nn.Module, patterns: Iterable[str]) -> list[str]:
         matching = [name for name in known if fnmatchcase(name, pattern)]
         if not matching:
             near = closest_pattern(pattern, known)
-            remedy = f"did you mean '{PATH}=[{near}]'?" if near else f"{PATH}=blocks"
-            what = f"no layer of {type(module).__name__} has the name {pattern!r}"
-            raise UserError.at(PATH, what, remedy, code="wrong-choice")
+            raise UserError.at(
+                PATH,
+                what=f"no layer of {type(module).__name__} has the name {pattern!r}",
+                remedy=f"did you mean '{PATH}=[{near}]'?" if near else f"{PATH}=blocks",
+                code="wrong-choice",
+            )
         chosen.update(dict.fromkeys(matching))
     return list(chosen)
 
@@ -185,8 +199,12 @@ def _own_blocks(module: nn.Module) -> list[str]:
     found = [name for name in _chain_of(module) if _has_layers(module.get_submodule(name))]
     found = found or _items(module)
     if not found:
-        what = f"{type(module).__name__} has no blocks: no list of layers that have layers"
-        raise UserError.at(PATH, what, f"name some: '{PATH}=[...]'", code="indivisible")
+        raise UserError.at(
+            PATH,
+            what=f"{type(module).__name__} has no blocks: no list of layers that have layers",
+            remedy=f"name some: '{PATH}=[...]'",
+            code="indivisible",
+        )
     return found
 
 

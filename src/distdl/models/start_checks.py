@@ -34,9 +34,12 @@ def problems(
     head = config.get("head")
     patterns = config.get("freeze") or []
     if head == NEW and not file:
-        what = "has no effect without model.weights"
-        remedy = "model.weights=FILE, timm:NAME or torchvision:NAME, or model.head=null"
-        yield Problem("head", what, remedy, code="conflict")
+        yield Problem(
+            "head",
+            what="has no effect without model.weights",
+            remedy="model.weights=FILE, timm:NAME or torchvision:NAME, or model.head=null",
+            code="conflict",
+        )
     if config.get("lora") and not file and not _is_pretrained(config.get("network")):
         yield Note("model.lora without model.weights: adapters are trained beside random weights")
     if config.get("unfreeze_at") is not None:
@@ -114,21 +117,32 @@ def network_of(
 
 def _unfreezing(patterns: object, context: Mapping[str, object] | None) -> Iterator[Problem]:
     if not patterns:
-        what = "has no effect without model.freeze"
-        yield Problem("unfreeze_at", what, "model.freeze=[backbone]", code="conflict")
+        yield Problem(
+            "unfreeze_at",
+            what="has no effect without model.freeze",
+            remedy="model.freeze=[backbone]",
+            code="conflict",
+        )
     config = (context or {}).get("config")
     strategy = config.get("strategy") if isinstance(config, Mapping) else None
     target = str(strategy.get("_target_")) if isinstance(strategy, Mapping) else ""
     kind = target.rpartition(".")[2]
     if kind == MODEL_PARALLEL or (kind == ZERO and not target.startswith("distdl.")):
-        what = f"{kind} is built for the weights that are trained at the start"
-        remedy = "strategy=fsdp or deepspeed_zero3; or a second run with model.weights=FILE"
-        yield Problem("unfreeze_at", what, remedy, code="unsupported")
+        yield Problem(
+            "unfreeze_at",
+            what=f"{kind} is built for the weights that are trained at the start",
+            remedy="strategy=fsdp or deepspeed_zero3; or a second run with model.weights=FILE",
+            code="unsupported",
+        )
     checkpoint = config.get("checkpoint") if isinstance(config, Mapping) else None
     sharded = isinstance(checkpoint, Mapping) and checkpoint.get("sharded")
     if kind == ZERO and sharded:
-        what = "ZeRO reads its own folders only as they were trained, with these weights frozen"
-        yield Problem("unfreeze_at", what, "checkpoint.sharded=false", code="conflict")
+        yield Problem(
+            "unfreeze_at",
+            what="ZeRO reads its own folders only as they were trained, with these weights frozen",
+            remedy="checkpoint.sharded=false",
+            code="conflict",
+        )
 
 
 def _text(value: object) -> str | None:

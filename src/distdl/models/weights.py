@@ -136,14 +136,22 @@ def fit_to(
     heads = heads_of(network, classes) if head == NEW else None
     kind = type(network).__name__
     if heads == ():
-        what = f"no layer of {kind} has {classes} outputs, as a head of {classes} classes has"
-        remedy = "model.head=null, and a network whose last layer has model.num_classes outputs"
-        raise UserError.at("model.head", what, remedy, code="mismatch")
+        raise UserError.at(
+            "model.head",
+            what=f"no layer of {kind} has {classes} outputs, as a head of {classes} classes has",
+            remedy="model.head=null, and a network whose last layer has model.num_classes outputs",
+            code="mismatch",
+        )
     fit = Taken.of(network.state_dict(), weights, heads)
     if fit.misfits:
-        what = f"{file} holds the weights of another network than {kind}: {'; '.join(fit.misfits)}"
-        remedy = "choose the model that the weights belong to"
-        raise UserError.at("model.weights", what, remedy, code="mismatch")
+        raise UserError.at(
+            "model.weights",
+            what=(
+                f"{file} holds the weights of another network than {kind}: {'; '.join(fit.misfits)}"
+            ),
+            remedy="choose the model that the weights belong to",
+            code="mismatch",
+        )
     refuse_broken(file, {name: weights[name] for name in fit.taken})
     return fit
 
@@ -152,9 +160,12 @@ def refuse_broken(file: str | Path, weights: Mapping[str, torch.Tensor]) -> None
     """Raises a UserError if some values are NaN or infinite: nothing could be trained from them."""
     wrong = [name for name, value in weights.items() if not torch.isfinite(value).all()]
     if wrong:
-        what = f"{file} has NaN or infinite values in {first_few(wrong)}"
-        remedy = "weights of a training that did not diverge"
-        raise UserError.at("model.weights", what, remedy, code="damaged-file")
+        raise UserError.at(
+            "model.weights",
+            what=f"{file} has NaN or infinite values in {first_few(wrong)}",
+            remedy="weights of a training that did not diverge",
+            code="damaged-file",
+        )
 
 
 def load_weights(

@@ -78,15 +78,29 @@ def refused(name: str, config: Mapping[str, Any], module: nn.Module | None) -> I
     """
     schedule = str((config.get("schedule") or {}).get("_target_") or "")
     if schedule not in EVEN:
-        what = f"{name} averages the weights instead of lowering the rate, as {schedule} does"
-        yield Problem("", what, "schedule=constant, also with a warm-up", code="conflict")
+        yield Problem(
+            "",
+            what=f"{name} averages the weights instead of lowering the rate, as {schedule} does",
+            remedy="schedule=constant, also with a warm-up",
+            code="conflict",
+        )
     for key, callback in (config.get("callbacks") or {}).items():
         if str((callback or {}).get("_target_", "")).endswith("WeightAveraging"):
-            what = f"callbacks.{key} would average weights that {name} has averaged"
-            yield Problem("", what, f"leave it out: ~callbacks.{key}", code="conflict")
+            yield Problem(
+                "",
+                what=f"callbacks.{key} would average weights that {name} has averaged",
+                remedy=f"leave it out: ~callbacks.{key}",
+                code="conflict",
+            )
     if (config.get("model") or {}).get("unfreeze_at") is not None:
-        what = f"what model.unfreeze_at trains later would enter an average of {name} that is old"
-        yield Problem("", what, "model.unfreeze_at=null, or another optimizer", code="conflict")
+        yield Problem(
+            "",
+            what=(
+                f"what model.unfreeze_at trains later would enter an average of {name} that is old"
+            ),
+            remedy="model.unfreeze_at=null, or another optimizer",
+            code="conflict",
+        )
     yield from _refused_strategy(name, config.get("strategy") or {}, module)
 
 
@@ -97,11 +111,28 @@ def _refused_strategy(
     kind = target.rpartition(".")[2]
     remedy = "strategy=ddp or strategy=fsdp, or another optimizer"
     if kind == "LocalSGDStrategy" or node.get("comm_hook") == "post_local_sgd":
-        what = f"ranks would average their weights, and not those of which {name} keeps the average"
-        yield Problem("", what, remedy, code="unsupported")
+        yield Problem(
+            "",
+            what=(
+                "ranks would average their weights, "
+                f"and not those of which {name} keeps the average"
+            ),
+            remedy=remedy,
+            code="unsupported",
+        )
     elif kind not in CARRY and target not in ("", CARRIES_SLICES):
-        what = f"{name} exchanges the weights for a validation, and {kind} may hold copies of them"
-        yield Problem("", what, remedy, code="unsupported")
+        yield Problem(
+            "",
+            what=(
+                f"{name} exchanges the weights for a validation, and {kind} may hold copies of them"
+            ),
+            remedy=remedy,
+            code="unsupported",
+        )
     elif kind == "PipelineStrategy" and module is not None and norms_of(module):
-        what = f"{name} needs batch norm's statistics of averages, and no pipeline computes them"
-        yield Problem("", what, f"model.norm=group, or {remedy}", code="unsupported")
+        yield Problem(
+            "",
+            what=f"{name} needs batch norm's statistics of averages, and no pipeline computes them",
+            remedy=f"model.norm=group, or {remedy}",
+            code="unsupported",
+        )

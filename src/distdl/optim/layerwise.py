@@ -43,31 +43,50 @@ CLIPS_ALL = {"LAMB", "Lamb"}  # by `max_grad_norm`, the norm of all gradients
 def refuse_parts(name: str, strategy: str) -> Iterator[Problem]:
     """For a strategy that divides layers into flat parts, as ZeRO does."""
     if name in OF_A_LAYER:
-        what = f"{name} computes something of whole layers, and {strategy} shows it parts of them"
-        remedy = "strategy=ddp or strategy=fsdp, or an optimizer such as adamw or sgd"
-        yield Problem("", what, remedy, code="unsupported")
+        yield Problem(
+            "",
+            what=(
+                f"{name} computes something of whole layers, and {strategy} shows it parts of them"
+            ),
+            remedy="strategy=ddp or strategy=fsdp, or an optimizer such as adamw or sgd",
+            code="unsupported",
+        )
 
 
 def refuse_some_layers(name: str, most: float | None) -> Iterator[Problem]:
     """For a strategy that gives each rank some of the layers. `most`: its max_grad_norm."""
     if name == "LBFGS":
-        what = "LBFGS needs all layers at once, and each stage has some"
-        yield Problem("", what, "strategy=ddp, or another optimizer", code="unsupported")
+        yield Problem(
+            "",
+            what="LBFGS needs all layers at once, and each stage has some",
+            remedy="strategy=ddp, or another optimizer",
+            code="unsupported",
+        )
     if name in CLIPS_ALL and most:
-        what = f"{name} clips the norm of all gradients, of which each stage has some"
-        remedy = f"optimizer.max_grad_norm=null trainer.gradient_clip_val={most}"
-        yield Problem("", what, remedy, code="unsupported")
+        yield Problem(
+            "",
+            what=f"{name} clips the norm of all gradients, of which each stage has some",
+            remedy=f"optimizer.max_grad_norm=null trainer.gradient_clip_val={most}",
+            code="unsupported",
+        )
 
 
 def refuse_slices(name: str, most: float | None) -> Iterator[Problem]:
     """For a strategy whose layers are DTensors on several meshes. `most`: its max_grad_norm."""
     if name in OF_A_LAYER - OF_DTENSORS:
-        what = f"{name} computes something of whole layers, which tensor parallelism divides"
-        yield Problem("", what, "an optimizer such as adamw, sgd or muon", code="unsupported")
+        yield Problem(
+            "",
+            what=f"{name} computes something of whole layers, which tensor parallelism divides",
+            remedy="an optimizer such as adamw, sgd or muon",
+            code="unsupported",
+        )
     if name in CLIPS_ALL and most:
-        what = f"{name} clips the norm of all gradients, which lie on several meshes"
-        remedy = f"optimizer.max_grad_norm=null trainer.gradient_clip_val={most}"
-        yield Problem("", what, remedy, code="unsupported")
+        yield Problem(
+            "",
+            what=f"{name} clips the norm of all gradients, which lie on several meshes",
+            remedy=f"optimizer.max_grad_norm=null trainer.gradient_clip_val={most}",
+            code="unsupported",
+        )
 
 
 def of_config(config: Mapping[str, Any]) -> tuple[str, float | None]:

@@ -30,8 +30,12 @@ def scale_lr(lr: float, global_batch: int, rule: str, reference: int = 256) -> f
         return lr * math.sqrt(global_batch / reference)
     if rule == "none":
         return lr
-    remedy = "one of linear, sqrt, none"
-    raise UserError.at("optimizer.lr_scaling", f"no rule {rule!r}", remedy, code="wrong-choice")
+    raise UserError.at(
+        "optimizer.lr_scaling",
+        what=f"no rule {rule!r}",
+        remedy="one of linear, sqrt, none",
+        code="wrong-choice",
+    )
 
 
 @dataclass(frozen=True)
@@ -105,9 +109,12 @@ def layer_rates(
     decay = config.get("layer_decay")
     backbone = config.get("backbone_lr")
     if decay is not None and len(layers) < 2:
-        what = "the layers of the model and their order are not known"
-        remedy = "optimizer.layer_decay=null, or a method pipeline_blocks() of the module"
-        raise UserError.at("optimizer.layer_decay", what, remedy, code="unsupported")
+        raise UserError.at(
+            "optimizer.layer_decay",
+            what="the layers of the model and their order are not known",
+            remedy="optimizer.layer_decay=null, or a method pipeline_blocks() of the module",
+            code="unsupported",
+        )
     if decay is not None:
         order = [(name, frozenset(layers[name])) for name in reversed([*layers])]
         return [LayerRate(name, decay**i, names) for i, (name, names) in enumerate(order)]
@@ -116,9 +123,12 @@ def layer_rates(
     first = frozenset(name for layer in heads for name in layers.get(layer, ()))
     rest = frozenset(name for names in layers.values() for name in names) - first
     if not first or not rest:
-        what = "it is not known which part of the model is the head"
-        remedy = "optimizer.layer_decay, which needs no head, or a module with a part `backbone`"
-        raise UserError.at("optimizer.backbone_lr", what, remedy, code="unsupported")
+        raise UserError.at(
+            "optimizer.backbone_lr",
+            what="it is not known which part of the model is the head",
+            remedy="optimizer.layer_decay, which needs no head, or a module with a part `backbone`",
+            code="unsupported",
+        )
     factor = float(backbone) / float(config["lr"])
     return [LayerRate("head", 1.0, first), LayerRate("backbone", factor, rest)]
 

@@ -80,7 +80,10 @@ def build_optimizer(
     )
     if not groups:
         raise UserError.at(
-            "model", "has no trainable parameter", "unfreeze some parameters", code="incomplete"
+            "model",
+            what="has no trainable parameter",
+            remedy="unfreeze some parameters",
+            code="incomplete",
         )
     if "lr" in config:
         arguments["lr"] = rate_of(config, global_batch)
@@ -209,9 +212,12 @@ def build_schedule(
     if problem is not None:
         raise UserError(replace(problem, path="schedule"))
     if total_steps == math.inf and lengths and not follows and target is not constant:
-        what = "depends on the length of the training, which is unknown"
-        remedy = "trainer.max_steps=STEPS, or schedule=constant"
-        raise UserError.at("schedule", what, remedy, code="unreadable")
+        raise UserError.at(
+            "schedule",
+            what="depends on the length of the training, which is unknown",
+            remedy="trainer.max_steps=STEPS, or schedule=constant",
+            code="unreadable",
+        )
     if follows:
         supplied["budget"] = budget
     arguments = {name: value for name, value in supplied.items() if name in taken}
@@ -236,18 +242,21 @@ def clock_problem(config: Mapping[str, Any], target: Callable[..., Any]) -> Prob
     if not lengths or "budget" in taken or target in WITHOUT_END:
         return None
     name = getattr(target, "__name__", "it")
-    what = (
-        f"{name} takes the length of the training ({lengths[0]}), and cannot follow "
-        "trainer.max_time, which may end the training earlier"
-    )
     own = f"schedule.{lengths[0]}={lengths[0].rpartition('_')[2].upper()}"
-    remedy = f"schedule=cosine or linear, or {own}, or no trainer.max_time"
-    return Problem("", what, remedy, code="conflict")
+    return Problem(
+        "",
+        what=(
+            f"{name} takes the length of the training ({lengths[0]}), and cannot follow "
+            "trainer.max_time, which may end the training earlier"
+        ),
+        remedy=f"schedule=cosine or linear, or {own}, or no trainer.max_time",
+        code="conflict",
+    )
 
 
 def _target(config: Mapping[str, Any], node: str, remedy: str) -> Callable[..., Any]:
     if not config.get("_target_"):
-        raise UserError.at(f"{node}._target_", "is missing", remedy, code="missing-key")
+        raise UserError.at(f"{node}._target_", what="is missing", remedy=remedy, code="missing-key")
     return get_object(config["_target_"])
 
 

@@ -45,9 +45,12 @@ class OneStep:
             optimizer = build_optimizer(layer, node, global_batch=1, fuse=False)
             optimizer.step(lambda: 0.0)
         except (ValueError, AssertionError, KeyError) as error:
-            what = f"{name} refuses a value: {str(error) or type(error).__name__}"
-            remedy = f"a value that the documentation of {name} allows"
-            yield Problem("", what, remedy, code="wrong-choice")
+            yield Problem(
+                "",
+                what=f"{name} refuses a value: {str(error) or type(error).__name__}",
+                remedy=f"a value that the documentation of {name} allows",
+                code="wrong-choice",
+            )
         except UserError as error:
             yield from (replace(p, path=p.path.removeprefix("optimizer.")) for p in error.problems)
         except Exception:  # it needs more than a layer: a process group, a device

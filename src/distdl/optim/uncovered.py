@@ -33,12 +33,15 @@ def look(module: nn.Module, optimizers: Iterable[Optimizer], *, speaks: bool) ->
     never = [name for name in left_out if plain_name(name) in later]
     if never:
         count = plural("parameter", len(never))
-        what = f"would train {len(never)} {count} that no optimizer has: {first_few(never)}"
-        remedy = (
-            "give the optimizer all of self.parameters(), those that are frozen too; "
-            "or model.unfreeze_at=null"
+        raise UserError.at(
+            "model.unfreeze_at",
+            what=f"would train {len(never)} {count} that no optimizer has: {first_few(never)}",
+            remedy=(
+                "give the optimizer all of self.parameters(), those that are frozen too; "
+                "or model.unfreeze_at=null"
+            ),
+            code="incomplete",
         )
-        raise UserError.at("model.unfreeze_at", what, remedy, code="incomplete")
     idle = [name for name, parameter in left_out.items() if parameter.requires_grad]
     if idle and speaks:
         log.warning(

@@ -101,11 +101,14 @@ def tasks(program: Program, count: int) -> list[TensorFlowTask]:
     evaluators = int(program.evaluator)
     workers = count - 1 - servers - evaluators
     if workers < bool(servers):
-        what = (
-            f"{count} tasks are too few for {servers} parameter servers and {evaluators} evaluators"
-        )
         raise UserError.at(
-            "program.parameter_servers", what, "more trainer.devices", code="not-enough"
+            "program.parameter_servers",
+            what=(
+                f"{count} tasks are too few for {servers} parameter servers and {evaluators} "
+                "evaluators"
+            ),
+            remedy="more trainer.devices",
+            code="not-enough",
         )
     kinds = {"chief": 1, "worker": workers, "ps": servers, "evaluator": evaluators}
     return [

@@ -157,9 +157,11 @@ def resolve(env: Mapping[str, str] = os.environ, resources: Resources | None = N
     """
     launcher = env.get(LAUNCHER_VARIABLE) or "single"
     if launcher not in ROWS:
-        remedy = f"one of: {', '.join(ROWS)}"
         raise UserError.at(
-            LAUNCHER_VARIABLE, f"{launcher!r} is not a launcher", remedy, code="wrong-kind"
+            LAUNCHER_VARIABLE,
+            what=f"{launcher!r} is not a launcher",
+            remedy=f"one of: {', '.join(ROWS)}",
+            code="wrong-kind",
         )
     if launcher == "external":
         rows = _claims(env)
@@ -174,17 +176,23 @@ def resolve(env: Mapping[str, str] = os.environ, resources: Resources | None = N
         resolved = Environment(launcher, main_address=address, main_port=port, sources=free)
     elif not rows:
         wanted = " or ".join(f"{r.rank} and {r.world_size}" for r in ROWS[launcher])
-        what = f"launcher={launcher} started this process without setting {wanted}"
-        raise UserError.at(LAUNCHER_VARIABLE, what, code="incomplete")
+        raise UserError.at(
+            LAUNCHER_VARIABLE,
+            what=f"launcher={launcher} started this process without setting {wanted}",
+            code="incomplete",
+        )
     else:
         resolved = _read(launcher, rows[0], env, resources)
     if resources is not None and resolved.world_size != resources.world_size:
-        what = (
-            f"{resolved.world_size} processes were started by {resolved.launcher}, but the run "
-            f"asks for {resources.num_nodes} x {resources.devices} = {resources.world_size}"
+        raise UserError.at(
+            "trainer.devices",
+            what=(
+                f"{resolved.world_size} processes were started by {resolved.launcher}, but the run "
+                f"asks for {resources.num_nodes} x {resources.devices} = {resources.world_size}"
+            ),
+            remedy="start as many processes as trainer.num_nodes x trainer.devices",
+            code="mismatch",
         )
-        remedy = "start as many processes as trainer.num_nodes x trainer.devices"
-        raise UserError.at("trainer.devices", what, remedy, code="mismatch")
     return resolved
 
 
@@ -223,7 +231,7 @@ def _read(
         ),
     )
     if wrong := [
-        Problem(sources[name], what, code="mismatch")
+        Problem(sources[name], what=what, code="mismatch")
         for is_right, name, what in checks
         if not is_right
     ]:
@@ -232,9 +240,12 @@ def _read(
     address, sources["main_address"] = _main_address(launcher, env)
     if not address:
         if local_world < world:
-            what = f"{row.name}: {world} processes on several nodes, but no address of rank 0"
-            remedy = "export MASTER_ADDR=HOST on every node, that of rank 0"
-            raise UserError.at("MASTER_ADDR", what, remedy, code="missing-key")
+            raise UserError.at(
+                "MASTER_ADDR",
+                what=f"{row.name}: {world} processes on several nodes, but no address of rank 0",
+                remedy="export MASTER_ADDR=HOST on every node, that of rank 0",
+                code="missing-key",
+            )
         address = loopback.address()
         sources["main_address"] = "one node"
     port, sources["main_port"] = _main_port(env)
@@ -253,19 +264,26 @@ def _agree(rows: list[Row], env: Mapping[str, str]) -> None:
             continue
         for one, other in ((first.rank, row.rank), (first.world_size, row.world_size)):
             if env[one] != env[other]:
-                remedy = "unset the variables of the launcher that did not start this process"
-                what = f"{one}={env[one]} contradicts {other}={env[other]}"
-                raise UserError.at(one, what, remedy, code="conflict")
+                raise UserError.at(
+                    one,
+                    what=f"{one}={env[one]} contradicts {other}={env[other]}",
+                    remedy="unset the variables of the launcher that did not start this process",
+                    code="conflict",
+                )
 
 
 def _number(env: Mapping[str, str], name: str) -> int:
     # Slurm writes "2(x3)" for two tasks on each of three nodes.
     match = re.fullmatch(r"(\d+)(\(x\d+\))?", env[name].strip())
     if match is None and "," in env[name]:
-        what = f"{env[name]}: the nodes have different numbers of processes"
-        raise UserError.at(name, what, "start the same number on every node", code="mismatch")
+        raise UserError.at(
+            name,
+            what=f"{env[name]}: the nodes have different numbers of processes",
+            remedy="start the same number on every node",
+            code="mismatch",
+        )
     if match is None:
-        raise UserError.at(name, f"{env[name]!r} is not a number", code="wrong-type")
+        raise UserError.at(name, what=f"{env[name]!r} is not a number", code="wrong-type")
     return int(match[1])
 
 

@@ -43,8 +43,10 @@ def problems(data: Mapping[str, Any] | None, ranks: int) -> Iterator[Problem]:
     if length > LONGEST:
         yield Problem(
             path=name,
-            what=f"{folder} has {length} characters, and the sockets of loader workers, which are "
-            f"in it, allow {LONGEST}",
+            what=(
+                f"{folder} has {length} characters, and the sockets of loader workers, which are "
+                f"in it, allow {LONGEST}"
+            ),
             remedy="export TMPDIR=/tmp; or data.num_workers=0",
             code="out-of-range",
         )
@@ -52,9 +54,12 @@ def problems(data: Mapping[str, Any] | None, ranks: int) -> Iterator[Problem]:
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = RANK_FILES + WORKER_FILES * (workers if isinstance(workers, int) else 1)
     if files not in (resource.RLIM_INFINITY, -1) and files < needed:
-        what = f"a process may open {files} files; a rank with its loader workers needs {needed}"
-        remedy = f"ulimit -n {max(4096, needed)}; or fewer data.num_workers"
-        yield Problem("ulimit -n", what, remedy, code="not-enough")
+        yield Problem(
+            "ulimit -n",
+            what=f"a process may open {files} files; a rank with its loader workers needs {needed}",
+            remedy=f"ulimit -n {max(4096, needed)}; or fewer data.num_workers",
+            code="not-enough",
+        )
 
 
 def folder_for_files() -> tuple[str, str]:
@@ -78,15 +83,19 @@ def needed_bytes(data: Mapping[str, Any] | None, ranks: int) -> int:
 
 def _unusable(folder: str, name: str) -> Iterator[Problem]:
     if not os.path.isdir(folder):
-        yield Problem(name, f"there is no folder {folder}", "export TMPDIR=/tmp", code="not-found")
+        yield Problem(
+            name, what=f"there is no folder {folder}", remedy="export TMPDIR=/tmp", code="not-found"
+        )
         return
     try:
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
             file.write(bytes(1 << 16))
     except OSError as error:
-        what = f"{folder} cannot be written: {error.strerror}"
         yield Problem(
-            name, what, "make room there, or name another: export TMPDIR=/tmp", code="not-writable"
+            name,
+            what=f"{folder} cannot be written: {error.strerror}",
+            remedy="make room there, or name another: export TMPDIR=/tmp",
+            code="not-writable",
         )
 
 
@@ -94,12 +103,17 @@ def _shared_memory(needed: int) -> Iterator[Problem]:
     if not SHARED.is_dir():
         return
     if not os.access(SHARED, os.W_OK):
-        what = "cannot be written, and loader workers pass their batches through it"
         yield Problem(
-            str(SHARED), what, f"chmod 1777 {SHARED}; or data.num_workers=0", code="not-writable"
+            str(SHARED),
+            what="cannot be written, and loader workers pass their batches through it",
+            remedy=f"chmod 1777 {SHARED}; or data.num_workers=0",
+            code="not-writable",
         )
     elif (size := shutil.disk_usage(SHARED).total) < needed:
-        what = f"has {size / 2**20:.0f} MiB; the loaders' batches need {needed / 2**20:.0f}"
         gigabytes = math.ceil(needed / 2**30)
-        remedy = f"docker run --shm-size={gigabytes}g; or fewer data.num_workers"
-        yield Problem(str(SHARED), what, remedy, code="not-enough")
+        yield Problem(
+            str(SHARED),
+            what=f"has {size / 2**20:.0f} MiB; the loaders' batches need {needed / 2**20:.0f}",
+            remedy=f"docker run --shm-size={gigabytes}g; or fewer data.num_workers",
+            code="not-enough",
+        )

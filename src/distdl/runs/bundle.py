@@ -79,14 +79,19 @@ class Bundle:
         attempt = Attempt(run.path / "attempts" / f"{number:03d}")
         last = run.last_attempt()
         if last is not None and last.number > number:
-            what = f"attempt {number} does not start, since attempt {last.number} has taken over"
-            raise UserError.at(str(run.path), what, code="under-way")
+            raise UserError.at(
+                str(run.path),
+                what=f"attempt {number} does not start, since attempt {last.number} has taken over",
+                code="under-way",
+            )
         if self.path.resolve() == run.path.resolve():
             return attempt
         recipe = (self.path / CONFIG).read_bytes()
         if run.exists and (run.path / CONFIG).read_bytes() != recipe:
             raise UserError.at(
-                str(run.path), "belongs to another run: its config.yaml differs", code="mismatch"
+                str(run.path),
+                what="belongs to another run: its config.yaml differs",
+                code="mismatch",
             )
         targets = [run.path / PROVENANCE, run.path / CONFIG]  # config.yaml makes the run exist
         for target in (*targets, attempt.path / LAUNCH):

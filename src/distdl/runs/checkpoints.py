@@ -145,9 +145,15 @@ class CheckpointStore:
             log.warning("skipped a damaged checkpoint: %s: %s", path, damage)
         if damaged:
             each = "".join(f"\n    {name}: {damage}" for name, damage in damaged.items())
-            what = f"all checkpoints of this run are damaged, and it would start from step 0:{each}"
-            remedy = f"to start again: another name=, or mv {self.folder} {self.folder}.damaged"
-            raise UserError.at(str(self.folder), what, remedy, code="damaged-file")
+            raise UserError.at(
+                str(self.folder),
+                what=(
+                    "all checkpoints of this run are damaged, "
+                    f"and it would start from step 0:{each}"
+                ),
+                remedy=f"to start again: another name=, or mv {self.folder} {self.folder}.damaged",
+                code="damaged-file",
+            )
         return None
 
 
@@ -225,28 +231,38 @@ def find(named: str | Path, key: str = "", folder: Path | None = None) -> Path:
     where = f"{key}={named}" if key else str(named)
     forms = "name a .ckpt file or a run directory"
     if path == Path():
-        raise UserError.at(where, "names no checkpoint", forms, code="wrong-kind")
+        raise UserError.at(where, what="names no checkpoint", remedy=forms, code="wrong-kind")
     if folder and f"{named}.ckpt" in ALIASES:
         path = folder / f"{named}.ckpt"
         if not path.exists():
             other = f"{key}=last, " if (folder / "last.ckpt").exists() else ""
-            remedy = f"{other}the name= of a run that has one, a .ckpt file, or a run directory"
-            raise UserError.at(where, f"this run has no {named}.ckpt", remedy, code="incomplete")
+            raise UserError.at(
+                where,
+                what=f"this run has no {named}.ckpt",
+                remedy=f"{other}the name= of a run that has one, a .ckpt file, or a run directory",
+                code="incomplete",
+            )
     if (path / "checkpoints").is_dir():
         newest = CheckpointStore(path / "checkpoints").newest()
         if newest is None:
-            raise UserError.at(where, "this run has no checkpoint", code="incomplete")
+            raise UserError.at(where, what="this run has no checkpoint", code="incomplete")
         return newest
     if not path.exists():
-        raise UserError.at(where, "no such checkpoint", forms, code="not-found")
+        raise UserError.at(where, what="no such checkpoint", remedy=forms, code="not-found")
     # A file from another program has no manifest, and is not damaged by that.
     if path.name and manifest_of(path).exists():
         if damage := damage_of(path):
-            raise UserError.at(where, f"this checkpoint is damaged: {damage}", code="damaged-file")
+            raise UserError.at(
+                where, what=f"this checkpoint is damaged: {damage}", code="damaged-file"
+            )
     elif not looks_like_one(path):
-        remedy = "name a file that Lightning, torch.save or safetensors wrote, or a run directory"
         raise UserError.at(
-            where, "is not a checkpoint, or an incomplete one", remedy, code="damaged-file"
+            where,
+            what="is not a checkpoint, or an incomplete one",
+            remedy=(
+                "name a file that Lightning, torch.save or safetensors wrote, or a run directory"
+            ),
+            code="damaged-file",
         )
     return path
 
@@ -312,8 +328,12 @@ def located(named: str | Path) -> Path:
     path = Path(named)
     file = best_or_last(path / "checkpoints") if is_run(path) else path
     if not file.exists():
-        what = f"no such file: {named}" if file == path else f"{named} has no checkpoint"
-        raise UserError.at(published.KEY, what, published.instead_of(named), code="not-found")
+        raise UserError.at(
+            published.KEY,
+            what=f"no such file: {named}" if file == path else f"{named} has no checkpoint",
+            remedy=published.instead_of(named),
+            code="not-found",
+        )
     return file
 
 

@@ -70,7 +70,7 @@ class RunDirectory:
         run = cls(find_run(str(path)).resolve())
         if not run.exists:
             raise UserError.at(
-                str(path), "has no config.yaml, so it cannot be resumed", code="incomplete"
+                str(path), what="has no config.yaml, so it cannot be resumed", code="incomplete"
             )
         return run
 
@@ -168,8 +168,12 @@ class RunDirectory:
         who = f"pid {status.get('pid')} on {status.get('host')}"
         if started := moment(status.get("started")):
             who += f", started {time.ctime(started)}"
-        what = f"attempt {last.number} is running ({who})"
-        raise UserError.at(str(self.path), what, remedy, code="under-way")
+        raise UserError.at(
+            str(self.path),
+            what=f"attempt {last.number} is running ({who})",
+            remedy=remedy,
+            code="under-way",
+        )
 
     def begin_attempt(
         self, launch: dict[str, Any], check: Callable[[], None] = lambda: None

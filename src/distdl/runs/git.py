@@ -51,9 +51,11 @@ def _run(folder: Path, *arguments: str) -> tuple[str, str]:
     try:
         done = subprocess.run(command, capture_output=True, env=environment, check=True)
     except FileNotFoundError:
-        what = f"{top_of(folder) or folder} is a git repository, and git is not installed here"
         raise GitRefuses.at(
-            "project.root", what, "install git: it knows what to ignore", code="not-installed"
+            "project.root",
+            what=f"{top_of(folder) or folder} is a git repository, and git is not installed here",
+            remedy="install git: it knows what to ignore",
+            code="not-installed",
         ) from None
     except subprocess.CalledProcessError as error:
         raise _refusal(folder, os.fsdecode(error.stderr)) from None
@@ -72,7 +74,10 @@ def _refusal(folder: Path, message: str) -> GitRefuses:
         remedy = "export GIT_DISCOVERY_ACROSS_FILESYSTEM=1"
     remedy = remedy or f"repair it, or remove {top / '.git'} if this is no repository any more"
     return GitRefuses.at(
-        "project.root", f"git refuses the repository {top}: {why}", remedy, code="failed"
+        "project.root",
+        what=f"git refuses the repository {top}: {why}",
+        remedy=remedy,
+        code="failed",
     )
 
 

@@ -127,8 +127,11 @@ def placed(config: DictConfig, folder: Path, provenance: Mapping[str, Any]) -> D
         return config
     found = stored(provenance, folder, published.KEY, name)
     if found is None:
-        what = f"the file of {name} is not in {folder / FOLDER}"
-        remedy = "start the job by distdl, which stores it there and sends it along"
-        raise UserError.at(published.KEY, what, remedy, code="not-found")
+        raise UserError.at(
+            published.KEY,
+            what=f"the file of {name} is not in {folder / FOLDER}",
+            remedy="start the job by distdl, which stores it there and sends it along",
+            code="not-found",
+        )
     OmegaConf.update(config, published.KEY, str(found.path))
     return config

@@ -59,9 +59,11 @@ def lines_of(path: Path) -> list[str]:
     try:
         return path.read_text(encoding="utf-8-sig", errors="replace").splitlines()
     except OSError as error:
-        what = f"cannot be read: {error.strerror}"
         raise UserError.at(
-            str(path), what, "it says what must not be sent", code="unreadable"
+            str(path),
+            what=f"cannot be read: {error.strerror}",
+            remedy="it says what must not be sent",
+            code="unreadable",
         ) from error
 
 
@@ -198,7 +200,7 @@ class _Lister:
     def refuse_unreadable(self, folders: Iterable[tuple[str, str]]) -> None:
         remedy = f"name it in {IGNORE_FILE}"
         problems = [
-            Problem(name, f"cannot be read: {why}", remedy, code="unreadable")
+            Problem(name, what=f"cannot be read: {why}", remedy=remedy, code="unreadable")
             for name, why in folders
             if not self.stays(f"{name}/")
         ]

@@ -94,15 +94,24 @@ def find_run(text: str) -> Path:
     if inside := [p for p in path.absolute().parents if (p / "config.yaml").is_file()]:
         near = os.path.relpath(inside[0])
         raise UserError.at(
-            text, "is not a run, but lies inside one", f"did you mean {near}?", code="wrong-kind"
+            text,
+            what="is not a run, but lies inside one",
+            remedy=f"did you mean {near}?",
+            code="wrong-kind",
         )
     if not path.exists():
         named = sorted(str(p.parent) for p in Path("outputs").glob(f"**/{path.name}/config.yaml"))
-        remedy = f"did you mean {' or '.join(named[:3])}?" if named else "give a run's own folder"
-        raise UserError.at(text, "there is no such folder", remedy, code="not-found")
+        remedy = "give a run's own folder"
+        if named:
+            remedy = f"did you mean {' or '.join(named[:3])}?"
+        raise UserError.at(text, what="there is no such folder", remedy=remedy, code="not-found")
     patterns = ("*/config.yaml", "*/*/config.yaml", "*/*/*/config.yaml")  # sweeps are deeper
     below = [p.parent for pattern in patterns for p in path.glob(pattern)]
     below.sort(key=lambda p: p.stat().st_mtime, reverse=True)
     remedy = "runs below it: " + ", ".join(map(str, below[:3])) if below else ""
-    what = "is not a run: it holds neither config.yaml nor logs/metrics.jsonl"
-    raise UserError.at(text, what, remedy or "give a run's own folder", code="wrong-kind")
+    raise UserError.at(
+        text,
+        what="is not a run: it holds neither config.yaml nor logs/metrics.jsonl",
+        remedy=remedy or "give a run's own folder",
+        code="wrong-kind",
+    )

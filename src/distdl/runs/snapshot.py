@@ -91,8 +91,12 @@ class Snapshot:
     def refuse_changed(self, path: Path, name: str) -> None:
         """Raises a UserError if a file, just copied, was changed after it was searched."""
         if state_of(path) != self.searched[path]:
-            what = "was changed while the job was being prepared"
-            raise UserError.at(name.partition("/")[2], what, "start the job again", code="mismatch")
+            raise UserError.at(
+                name.partition("/")[2],
+                what="was changed while the job was being prepared",
+                remedy="start the job again",
+                code="mismatch",
+            )
 
 
 def in_short(names: Sequence[str]) -> str:
@@ -147,9 +151,13 @@ def take(
             known = values if target.startswith("project/") else ()
             why = "" if name in project.chosen else secret_in(path, searched[path], known)
         except OSError as error:
-            remedy = f"name it in {IGNORE_FILE}"
             problems.append(
-                Problem(shown, f"cannot be read: {error.strerror}", remedy, code="unreadable")
+                Problem(
+                    shown,
+                    what=f"cannot be read: {error.strerror}",
+                    remedy=f"name it in {IGNORE_FILE}",
+                    code="unreadable",
+                )
             )
             continue
         if not why:
@@ -185,8 +193,13 @@ def missing(root: Path, project: Listing, files: Iterable[str], needed: str) -> 
     problems = [missing_problem(project, name, needed) for name in names[:SHOWN]]
     more = len(names) - SHOWN
     if more > 0:
-        what = f"and {more} more modules are imported here and not sent"
-        problems.append(Problem("", what, code="incomplete"))
+        problems.append(
+            Problem(
+                "",
+                what=f"and {more} more modules are imported here and not sent",
+                code="incomplete",
+            )
+        )
     return problems
 
 
@@ -209,8 +222,12 @@ def missing_problem(project: Listing, name: str, needed: str) -> Problem:
                 "choose a project.root that contains both, or pip install it here and on the nodes "
                 f"and remove the link; or write a line into {IGNORE_FILE}: !{link} sends all of it"
             )
-    what = f"{needed}, and the job would be without it: {why}"
-    return Problem(printable(name), what, printable(remedy), code="incomplete")
+    return Problem(
+        printable(name),
+        what=f"{needed}, and the job would be without it: {why}",
+        remedy=printable(remedy),
+        code="incomplete",
+    )
 
 
 def state_of(path: Path) -> tuple[int, int]:
@@ -297,9 +314,11 @@ def secret_problem(name: str, why: str) -> Problem:
     variable = match[1] if match else "NAME"
     return Problem(
         name,
-        f"{why}, and would leave this machine with the job",
-        f"read it from the environment (launcher.forward_env=[{variable}]); or write a line into "
-        f"{IGNORE_FILE}: {name} leaves the file out, !{name} sends it anyway",
+        what=f"{why}, and would leave this machine with the job",
+        remedy=(
+            f"read it from the environment (launcher.forward_env=[{variable}]); or write a line "
+            f"into {IGNORE_FILE}: {name} leaves the file out, !{name} sends it anyway"
+        ),
         code="private",
     )
 
@@ -341,7 +360,7 @@ def refuse_large(root: Path, files: Sequence[tuple[Path, str]], limit_mb: float)
     shown = ", ".join(f"{top} {size / 1e6:,.0f} MB" for top, size in sizes.most_common(3))
     raise UserError.at(
         "project.root",
-        f"{root} has more than the {limit_mb:g} MB of code that a job may send: {shown}",
-        f"list files other than code in .gitignore or {IGNORE_FILE}, or set project.root",
+        what=f"{root} has more than the {limit_mb:g} MB of code that a job may send: {shown}",
+        remedy=f"list files other than code in .gitignore or {IGNORE_FILE}, or set project.root",
         code="not-enough",
     )

@@ -42,7 +42,7 @@ def open_store(uri: str, *, patience: float = PATIENCE) -> Store:
             is missing (the error says which extra to install).
     """
     if not uri:  # an unset variable; Path would take it as the current folder
-        raise UserError.at("", "the address is empty", FORMS, code="missing-key")
+        raise UserError.at("", what="the address is empty", remedy=FORMS, code="missing-key")
     match = _SCHEME.match(uri)
     scheme = match[1].lower() if match else "file"
     if scheme == "file":
@@ -55,7 +55,9 @@ def open_store(uri: str, *, patience: float = PATIENCE) -> Store:
 
         bucket, _, folder = uri[len("s3://") :].partition("/")
         if not bucket:
-            raise UserError.at(uri, "names no bucket", "s3://bucket/path", code="wrong-kind")
+            raise UserError.at(
+                uri, what="names no bucket", remedy="s3://bucket/path", code="wrong-kind"
+            )
         return S3Store(bucket, folder, patience=patience)
     return _azure(uri, scheme, patience)
 
@@ -76,8 +78,12 @@ def _azure(uri: str, scheme: str, patience: float) -> Store:
             endpoint = f"{endpoint}/{account}"
             container, _, folder = folder.partition("/")
         elif not rest:
-            what = "is not an address of Azure Blob, the only https address that distdl reads"
-            raise UserError.at(shown, what, FORMS, code="wrong-kind")
+            raise UserError.at(
+                shown,
+                what="is not an address of Azure Blob, the only https address that distdl reads",
+                remedy=FORMS,
+                code="wrong-kind",
+            )
     elif scheme in ("azure", "az", "abfs", "abfss"):
         folder = parts.path
         container = parts.username or host
@@ -85,9 +91,11 @@ def _azure(uri: str, scheme: str, patience: float) -> Store:
             account, _, domain = host.partition(".")
             endpoint = f"https://{account}.{re.sub('^dfs[.]', 'blob.', domain)}"
     else:
-        raise UserError.at(shown, "is an address of an unknown form", FORMS, code="wrong-kind")
+        raise UserError.at(
+            shown, what="is an address of an unknown form", remedy=FORMS, code="wrong-kind"
+        )
     if not container:
-        raise UserError.at(shown, "names no container", FORMS, code="wrong-kind")
+        raise UserError.at(shown, what="names no container", remedy=FORMS, code="wrong-kind")
     return BlobStore(
         shown, container, unquote(folder), account, endpoint, parts.query, patience=patience
     )

@@ -54,12 +54,18 @@ class BlobStore(RemoteStore["ContainerClient"]):
             import azure.storage.blob  # noqa: F401
         except ImportError:
             raise UserError.at(
-                uri, "needs the package azure-storage-blob", _INSTALL, code="not-installed"
+                uri,
+                what="needs the package azure-storage-blob",
+                remedy=_INSTALL,
+                code="not-installed",
             ) from None
         if not account and not os.environ.get(_CONNECTION) and not os.environ.get(_ACCOUNT):
-            what = f"names no account, and neither {_CONNECTION} nor {_ACCOUNT} is set"
-            remedy = f"export {_ACCOUNT}=name, or abfss://{container}@ACCOUNT.dfs.core.windows.net/"
-            raise UserError.at(uri, what, remedy, code="wrong-kind")
+            raise UserError.at(
+                uri,
+                what=f"names no account, and neither {_CONNECTION} nor {_ACCOUNT} is set",
+                remedy=f"export {_ACCOUNT}=name, or abfss://{container}@ACCOUNT.dfs.core.windows.net/",
+                code="wrong-kind",
+            )
         self._container = container
         self._account = account
         self._endpoint = endpoint
@@ -91,7 +97,7 @@ class BlobStore(RemoteStore["ContainerClient"]):
             if text:
                 what = f"{_CONNECTION} is not a connection string"
                 remedy = "copy all of it, in quotes: az storage account show-connection-string"
-            raise UserError.at(self.uri, what, remedy, code="wrong-kind") from None
+            raise UserError.at(self.uri, what=what, remedy=remedy, code="wrong-kind") from None
 
     def _credential(self, account: str) -> str | dict[str, str] | TokenCredential:
         if self._sas:
@@ -110,8 +116,12 @@ class BlobStore(RemoteStore["ContainerClient"]):
         try:
             from azure.identity import DefaultAzureCredential
         except ImportError:
-            what = f"no {_KEY} and no {_SAS} is set, and azure-identity is not installed"
-            raise UserError.at(self.uri, what, _INSTALL, code="not-installed") from None
+            raise UserError.at(
+                self.uri,
+                what=f"no {_KEY} and no {_SAS} is set, and azure-identity is not installed",
+                remedy=_INSTALL,
+                code="not-installed",
+            ) from None
         return DefaultAzureCredential()
 
     def _server(self) -> str:

@@ -140,13 +140,16 @@ def readable(where: str) -> Iterator[None]:
     try:
         yield
     except StoreError as error:
-        raise UserError.at(where, str(error), error.remedy, code=error.code) from error
+        raise UserError.at(where, what=str(error), remedy=error.remedy, code=error.code) from error
     except OSError as error:
         if not error.filename:
             raise
-        what = f"{error.filename} cannot be read: {error.strerror}"
-        remedy = "the user who runs this needs the right to read it, and to enter its folder"
-        raise UserError.at(where, what, remedy, code="unreadable") from error
+        raise UserError.at(
+            where,
+            what=f"{error.filename} cannot be read: {error.strerror}",
+            remedy="the user who runs this needs the right to read it, and to enter its folder",
+            code="unreadable",
+        ) from error
 
 
 @contextmanager

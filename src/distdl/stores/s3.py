@@ -36,9 +36,11 @@ class S3Store(RemoteStore["BaseClient"]):
         try:
             import boto3  # noqa: F401
         except ImportError:
-            remedy = "pip install 'distdl[s3]'"
             raise UserError.at(
-                self.uri, "needs the package boto3", remedy, code="not-installed"
+                self.uri,
+                what="needs the package boto3",
+                remedy="pip install 'distdl[s3]'",
+                code="not-installed",
             ) from None
 
     def _connect(self) -> BaseClient:

@@ -81,7 +81,13 @@ class ClassFolders:
         for inner, folders, names in walk_once(split / name, set(map(identity, holders))):
             known, path = self._class.setdefault(identity(inner), (name, inner))
             if known != name:
-                what = f"{path} and {inner} are the same folder: its images would have two labels"
-                raise UserError.at(self.where, what, "remove the link", code="ambiguous")
+                raise UserError.at(
+                    self.where,
+                    what=(
+                        f"{path} and {inner} are the same folder: its images would have two labels"
+                    ),
+                    remedy="remove the link",
+                    code="ambiguous",
+                )
             folders[:] = [folder for folder in folders if not folder.startswith(".")]
             yield inner, folders, names

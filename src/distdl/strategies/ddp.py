@@ -81,37 +81,56 @@ class DDPStrategy(DriftingStrategy):
         values = {name: config.get(name, default) for name, default in defaults.items()}
         for name, users in hooks.SETTINGS.items():
             if values[name] != defaults[name] and hook not in users:
-                remedy = f"strategy.comm_hook={users[0]}, or leave strategy.{name} out"
                 yield Problem(
-                    name, f"has no effect with strategy.comm_hook={hook}", remedy, code="conflict"
+                    name,
+                    what=f"has no effect with strategy.comm_hook={hook}",
+                    remedy=f"strategy.comm_hook={users[0]}, or leave strategy.{name} out",
+                    code="conflict",
                 )
         least = hooks.PLAIN_STEPS
         if hook == "powersgd" and values["hook_start_step"] < least:
-            what = f"must be {least} or more: DDP rearranges its buckets in the first steps"
             yield Problem(
-                "hook_start_step", what, f"strategy.hook_start_step={least}", code="out-of-range"
+                "hook_start_step",
+                what=f"must be {least} or more: DDP rearranges its buckets in the first steps",
+                remedy=f"strategy.hook_start_step={least}",
+                code="out-of-range",
             )
         if values["average_every"] < 2:
-            what = "must be 2 or more: with 1, plain DDP (comm_hook=none) does the same"
-            yield Problem("average_every", what, "strategy.average_every=4", code="out-of-range")
+            yield Problem(
+                "average_every",
+                what="must be 2 or more: with 1, plain DDP (comm_hook=none) does the same",
+                remedy="strategy.average_every=4",
+                code="out-of-range",
+            )
         if isinstance(size, (int, float)) and size <= 0:
             yield Problem(
                 "bucket_cap_mb",
-                "must be more than 0",
-                "strategy.bucket_cap_mb=25",
+                what="must be more than 0",
+                remedy="strategy.bucket_cap_mb=25",
                 code="out-of-range",
             )
         if size == "auto" and hook == "powersgd":
-            what = "powersgd keeps its errors per bucket, so the buckets must not change"
-            yield Problem("bucket_cap_mb", what, "strategy.bucket_cap_mb=25", code="conflict")
+            yield Problem(
+                "bucket_cap_mb",
+                what="powersgd keeps its errors per bucket, so the buckets must not change",
+                remedy="strategy.bucket_cap_mb=25",
+                code="conflict",
+            )
         mode = (context.get("config", {}).get("model") or {}).get("compile")
         if size == "auto" and mode:
-            what = f"model.compile={mode} splits its code by the buckets, which must not change"
-            remedy = "strategy.bucket_cap_mb=25, or model.compile=false"
-            yield Problem("bucket_cap_mb", what, remedy, code="conflict")
+            yield Problem(
+                "bucket_cap_mb",
+                what=f"model.compile={mode} splits its code by the buckets, which must not change",
+                remedy="strategy.bucket_cap_mb=25, or model.compile=false",
+                code="conflict",
+            )
         if hook != "none" and (config.get("ddp_comm_hook") or config.get("ddp_comm_state")):
-            what = f"conflicts with strategy.comm_hook={hook}"
-            yield Problem("ddp_comm_hook", what, "leave one of the two out", code="conflict")
+            yield Problem(
+                "ddp_comm_hook",
+                what=f"conflicts with strategy.comm_hook={hook}",
+                remedy="leave one of the two out",
+                code="conflict",
+            )
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         super().load_model_state_dict(checkpoint, strict)

@@ -72,7 +72,7 @@ class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
     ) -> None:
         if importlib.util.find_spec("deepspeed") is None:
             raise UserError.at(
-                "strategy", "DeepSpeed is not installed", INSTALL, code="not-installed"
+                "strategy", what="DeepSpeed is not installed", remedy=INSTALL, code="not-installed"
             )
         if not torch.cuda.is_available():  # DeepSpeed reads the variable at import
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -105,18 +105,32 @@ class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
         local = context["local"]
         if local and importlib.util.find_spec("deepspeed") is None:
             yield Problem(
-                "", "needs DeepSpeed, which is not installed", INSTALL, code="not-installed"
+                "",
+                what="needs DeepSpeed, which is not installed",
+                remedy=INSTALL,
+                code="not-installed",
             )
         if node.get("offload_parameters") and node.get("stage", 2) != 3:
-            what = "only stage 3 can keep weights in host memory"
-            yield Problem("offload_parameters", what, "strategy.stage=3", code="unsupported")
+            yield Problem(
+                "offload_parameters",
+                what="only stage 3 can keep weights in host memory",
+                remedy="strategy.stage=3",
+                code="unsupported",
+            )
         if context["accelerator"] == "mps":
             yield Problem(
-                "", "does not run on Apple's GPUs", "trainer.accelerator=cpu", code="unsupported"
+                "",
+                what="does not run on Apple's GPUs",
+                remedy="trainer.accelerator=cpu",
+                code="unsupported",
             )
         if trainer.get("gradient_clip_val") and trainer.get("gradient_clip_algorithm") == "value":
-            what = "DeepSpeed clips by the norm, not by value"
-            yield Problem("", what, "trainer.gradient_clip_algorithm=norm", code="unsupported")
+            yield Problem(
+                "",
+                what="DeepSpeed clips by the norm, not by value",
+                remedy="trainer.gradient_clip_algorithm=norm",
+                code="unsupported",
+            )
         name, _ = layerwise.of_config(context["config"])
         yield from layerwise.refuse_parts(name, "ZeRO")
         if node.get("stage", 2) == 3:
@@ -124,8 +138,8 @@ class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
         if trainer.get("sync_batchnorm"):
             yield Problem(
                 "",
-                "does not synchronise batch norm",
-                "trainer.sync_batchnorm=false",
+                what="does not synchronise batch norm",
+                remedy="trainer.sync_batchnorm=false",
                 code="unsupported",
             )
         if node.get("config") and local:

@@ -22,9 +22,12 @@ class AutocastPrecision(DeepSpeedPrecision):
 
     def clip_gradients(self, *args: object, **kwargs: object) -> None:
         if self.optimizes_manually:  # else the Trainer's clipping is in DeepSpeed's settings
-            what = "self.clip_gradients has no effect: DeepSpeed clips in its own step"
-            remedy = 'strategy.config=FILE, with "gradient_clipping" in it; or strategy=ddp'
-            raise UserError.at("strategy", what, remedy, code="conflict")
+            raise UserError.at(
+                "strategy",
+                what="self.clip_gradients has no effect: DeepSpeed clips in its own step",
+                remedy='strategy.config=FILE, with "gradient_clipping" in it; or strategy=ddp',
+                code="conflict",
+            )
 
     def convert_input(self, data: object) -> object:
         return data if self.autocasts_on else super().convert_input(data)

@@ -31,8 +31,12 @@ def find(config: str) -> Path:
         path = Path(folder, config)
         if path.is_file():
             return path
-    remedy = "write the path of a JSON file of DeepSpeed's settings"
-    raise UserError.at("config", f"no such file: {config}", remedy, code="not-found")
+    raise UserError.at(
+        "config",
+        what=f"no such file: {config}",
+        remedy="write the path of a JSON file of DeepSpeed's settings",
+        code="not-found",
+    )
 
 
 def settings_of(path: Path) -> dict[str, Any]:
@@ -45,13 +49,18 @@ def settings_of(path: Path) -> dict[str, Any]:
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UserError.at("config", f"{path} is not JSON: {error}", code="damaged-file") from error
+        raise UserError.at(
+            "config", what=f"{path} is not JSON: {error}", code="damaged-file"
+        ) from error
     if not isinstance(settings, dict):
-        raise UserError.at("config", f"{path} is not a JSON object", code="wrong-kind")
+        raise UserError.at("config", what=f"{path} is not a JSON object", code="wrong-kind")
     settings = without_auto(settings)
     problems = [
         Problem(
-            "config", f"{path} sets {key}", f"leave it out, and write {remedy}", code="reserved"
+            "config",
+            what=f"{path} sets {key}",
+            remedy=f"leave it out, and write {remedy}",
+            code="reserved",
         )
         for key, remedy in SET_BY_THE_RUN.items()
         if key in settings

@@ -94,8 +94,12 @@ def fragment(engine: DeepSpeedEngine, parameter: nn.Parameter) -> Fragment:
     if hasattr(parameter, "ds_id"):
         group, at, size = zero.grad_position[zero.get_param_id(parameter)]
         if zero._swappable_optimizer_subgroup(group):
-            what = "optimizer state on NVMe cannot be gathered into a file"
-            raise UserError.at("strategy", what, "checkpoint.sharded=true", code="unsupported")
+            raise UserError.at(
+                "strategy",
+                what="optimizer state on NVMe cannot be gathered into a file",
+                remedy="checkpoint.sharded=true",
+                code="unsupported",
+            )
         start = size * dist.get_rank()
         # The last partitions of a parameter are padded.
         count = max(0, min(size, parameter.ds_numel - start))  # type: ignore[attr-defined]
@@ -105,9 +109,12 @@ def fragment(engine: DeepSpeedEngine, parameter: nn.Parameter) -> Fragment:
         return Fragment()
     flats = getattr(zero, "single_partition_of_fp32_groups", None)
     if flats is None:
-        what = f"DeepSpeed's {type(zero).__name__} cannot be gathered into a file"
-        remedy = "checkpoint.sharded=true, or a ZeRO stage from 1 to 3"
-        raise UserError.at("strategy", what, remedy, code="unsupported")
+        raise UserError.at(
+            "strategy",
+            what=f"DeepSpeed's {type(zero).__name__} cannot be gathered into a file",
+            remedy="checkpoint.sharded=true, or a ZeRO stage from 1 to 3",
+            code="unsupported",
+        )
     flat, full = mapping.hp_fragment_address, mapping.lp_fragment_address
     return Fragment(flats[mapping.param_group_index], flat.start, full.start, flat.numel)
 

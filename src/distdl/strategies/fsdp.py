@@ -68,13 +68,20 @@ class FSDPStrategy(ShardedStrategy):
         """Problems of the strategy node; paths are relative to it."""
         if context["accelerator"] == "mps":
             yield Problem(
-                "", "does not run on Apple's GPUs", "trainer.accelerator=cpu", code="unsupported"
+                "",
+                what="does not run on Apple's GPUs",
+                remedy="trainer.accelerator=cpu",
+                code="unsupported",
             )
         yield from sharing.refuse_averaging(context["config"])
         precision = context["config"]["trainer"].get("precision")
         if precision not in PRECISIONS:
-            what = f"does not train with trainer.precision={precision}"
-            yield Problem("", what, "trainer.precision=bf16-mixed, or 32-true", code="unsupported")
+            yield Problem(
+                "",
+                what=f"does not train with trainer.precision={precision}",
+                remedy="trainer.precision=bf16-mixed, or 32-true",
+                code="unsupported",
+            )
 
     def setup_environment(self) -> None:
         assert self.cluster_environment is not None

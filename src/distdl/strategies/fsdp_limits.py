@@ -29,8 +29,12 @@ def refuse_second_order(unit: nn.Module) -> None:
 
     def refusing(gradient: torch.Tensor) -> torch.Tensor:
         if torch.is_grad_enabled():
-            what = "create_graph=True (a gradient penalty) gives wrong gradients under fsdp"
-            raise UserError.at("strategy", what, "strategy=ddp", code="unsupported")
+            raise UserError.at(
+                "strategy",
+                what="create_graph=True (a gradient penalty) gives wrong gradients under fsdp",
+                remedy="strategy=ddp",
+                code="unsupported",
+            )
         return pre_backward(gradient)
 
     state._pre_backward = refusing
@@ -70,9 +74,12 @@ def watch_weights(module: Any) -> None:  # noqa: ANN401 - a method of it is repl
         output = step(*args, **kwargs)
         watched = process_group.gather(changed()) if next(calls, None) is not None else []
         if names := [name for each in watched for name in each]:
-            what = f"training_step changes weights ({names[0]}), which is lost under fsdp"
-            remedy = "change them in on_train_batch_end, in place, not by .data; or strategy=ddp"
-            raise UserError.at("strategy", what, remedy, code="unsupported")
+            raise UserError.at(
+                "strategy",
+                what=f"training_step changes weights ({names[0]}), which is lost under fsdp",
+                remedy="change them in on_train_batch_end, in place, not by .data; or strategy=ddp",
+                code="unsupported",
+            )
         return output
 
     module.training_step = training_step

@@ -67,24 +67,34 @@ class LocalSGDStrategy(DriftingStrategy):
         for name, default in (("outer_lr", 0.7), ("outer_momentum", 0.9)):
             used = config.get("outer", "average") == "nesterov"
             if not used and config.get(name, default) != default:
-                remedy = f"strategy.outer=nesterov, or leave strategy.{name} out"
                 yield Problem(
-                    name, "has no effect with strategy.outer=average", remedy, code="conflict"
+                    name,
+                    what="has no effect with strategy.outer=average",
+                    remedy=f"strategy.outer=nesterov, or leave strategy.{name} out",
+                    code="conflict",
                 )
         if config.get("outer_momentum", 0.9) >= 1:
             yield Problem(
                 "outer_momentum",
-                "must be less than 1",
-                "strategy.outer_momentum=0.9",
+                what="must be less than 1",
+                remedy="strategy.outer_momentum=0.9",
                 code="out-of-range",
             )
         trainer = (context.get("config") or {}).get("trainer") or {}
         if trainer.get("sync_batchnorm"):
-            what = "trainer.sync_batchnorm would send at every step what local_sgd saves"
-            yield Problem("", what, "trainer.sync_batchnorm=false", code="unsupported")
+            yield Problem(
+                "",
+                what="trainer.sync_batchnorm would send at every step what local_sgd saves",
+                remedy="trainer.sync_batchnorm=false",
+                code="unsupported",
+            )
         if trainer.get("precision") in (16, "16", "16-mixed"):
-            what = "each rank would scale its loss differently, and a checkpoint keeps one scale"
-            yield Problem("", what, "trainer.precision=bf16-mixed", code="mismatch")
+            yield Problem(
+                "",
+                what="each rank would scale its loss differently, and a checkpoint keeps one scale",
+                remedy="trainer.precision=bf16-mixed",
+                code="mismatch",
+            )
 
     def configure_ddp(self) -> None:
         """Broadcasts the initial weights instead of using DistributedDataParallel."""

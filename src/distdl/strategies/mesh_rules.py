@@ -46,15 +46,26 @@ def check(node: Mapping[str, Any], context: Mapping[str, Any]) -> Iterator[Probl
     trainer = config.get("trainer") or {}
     if context["accelerator"] == "mps":
         yield Problem(
-            "", "does not run on Apple's GPUs", "trainer.accelerator=cpu", code="unsupported"
+            "",
+            what="does not run on Apple's GPUs",
+            remedy="trainer.accelerator=cpu",
+            code="unsupported",
         )
     yield from refuse_averaging(config, "strategy=ddp")
     if trainer.get("precision") not in PRECISIONS:
-        what = f"does not train with trainer.precision={trainer['precision']}"
-        yield Problem("", what, "trainer.precision=bf16-mixed, or 32-true", code="unsupported")
+        yield Problem(
+            "",
+            what=f"does not train with trainer.precision={trainer['precision']}",
+            remedy="trainer.precision=bf16-mixed, or 32-true",
+            code="unsupported",
+        )
     if trainer.get("sync_batchnorm"):
-        what = "does not synchronise batch norm"
-        yield Problem("", what, "trainer.sync_batchnorm=false", code="unsupported")
+        yield Problem(
+            "",
+            what="does not synchronise batch norm",
+            remedy="trainer.sync_batchnorm=false",
+            code="unsupported",
+        )
     yield from layerwise.refuse_slices(*layerwise.of_config(config))
     ranks = context["world_size"]
     nodes = trainer.get("num_nodes") or 1
@@ -62,8 +73,12 @@ def check(node: Mapping[str, Any], context: Mapping[str, Any]) -> Iterator[Probl
     divides = not [*MESH.problems(node, ranks, nodes)]
     built = isinstance(model, Mapping) and "_target_" in model
     if ranks < 2:
-        what = "a mesh needs at least two devices, and there is one"
-        yield Problem("", what, "trainer.devices=2, or strategy=single", code="not-enough")
+        yield Problem(
+            "",
+            what="a mesh needs at least two devices, and there is one",
+            remedy="trainer.devices=2, or strategy=single",
+            code="not-enough",
+        )
     elif divides and built and "model" not in context.get("refused", ()):
         yield from _module(model, *MESH.sizes(node, ranks, nodes).values())
 
@@ -119,8 +134,12 @@ def undivided(module: nn.Module, data: int, tensor: int) -> Iterator[Problem]:
     name = next(c.__name__ for c in type(module).__mro__ if not c.__name__.startswith("FSDP"))
     parameters = dict(module.named_parameters())
     if not any(isinstance(each, DTensor) for each in parameters.values()):
-        what = f"{name} does not parallelise itself: no weight is divided over the mesh"
-        yield Problem("", what, WRITE, code="unsupported")
+        yield Problem(
+            "",
+            what=f"{name} does not parallelise itself: no weight is divided over the mesh",
+            remedy=WRITE,
+            code="unsupported",
+        )
         return
     apart = [
         path
@@ -129,8 +148,15 @@ def undivided(module: nn.Module, data: int, tensor: int) -> Iterator[Problem]:
     ]
     if data > 1 and apart:
         count = f"{len(apart)} {plural('parameter', len(apart))}"
-        what = f"{name} averages no gradients of {count} over its {data} groups: {first_few(apart)}"
-        yield Problem("", what, SHARD, code="unsupported")
+        yield Problem(
+            "",
+            what=(
+                f"{name} averages no gradients of {count} over its {data} groups: "
+                f"{first_few(apart)}"
+            ),
+            remedy=SHARD,
+            code="unsupported",
+        )
 
 
 def _on_axis(parameter: torch.Tensor, data: int, tensor: int, axis: str) -> bool:
@@ -155,9 +181,12 @@ def refuse_other_batches(batch: object, peers: dist.ProcessGroup) -> None:
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
     sums = [float(each.double().sum()) for each in tensors if not each.is_complex()]
     if _differ(sums, peers):
-        what = "the ranks of a tensor-parallel group have different batches of one step"
-        remedy = "let distdl divide the samples: a DataLoader without a sampler of its own"
-        raise UserError.at("data", what, remedy, code="unsupported")
+        raise UserError.at(
+            "data",
+            what="the ranks of a tensor-parallel group have different batches of one step",
+            remedy="let distdl divide the samples: a DataLoader without a sampler of its own",
+            code="unsupported",
+        )
 
 
 def refuse_other_gradients(
@@ -174,12 +203,17 @@ def refuse_other_gradients(
         norms[name] = float(local.double().norm())
     if _differ([*norms.values()], peers):
         what = "has weights whose gradients differ within a tensor-parallel group"
-        remedy = (
-            "let parallelize_module give their layers a style as well (SequenceParallel() for a "
-            "norm), or let their inputs and outputs be whole: input_layouts=Replicate()"
-        )
         named = f" ({next(iter(norms))}, ...)" if norms else ""
-        raise UserError.at("model", f"{what}{named}", remedy, code="unsupported")
+        raise UserError.at(
+            "model",
+            what=f"{what}{named}",
+            remedy=(
+                "let parallelize_module give their layers a style as well (SequenceParallel() for "
+                "a "
+                "norm), or let their inputs and outputs be whole: input_layouts=Replicate()"
+            ),
+            code="unsupported",
+        )
 
 
 def _differ(mine: list[float], peers: dist.ProcessGroup) -> bool:

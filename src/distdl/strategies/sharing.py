@@ -123,9 +123,12 @@ def refuse_averaging(
     """Refuses Lightning's weight averaging: it needs full weights, and would fail in a step."""
     for name, callback in (config.get("callbacks") or {}).items():
         if str((callback or {}).get("_target_", "")).endswith("WeightAveraging"):
-            what = f"callbacks.{name} averages full weights, and here a rank has only slices"
-            remedy = f"{instead}, or leave it out: ~callbacks.{name}"
-            yield Problem("", what, remedy, code="unsupported")
+            yield Problem(
+                "",
+                what=f"callbacks.{name} averages full weights, and here a rank has only slices",
+                remedy=f"{instead}, or leave it out: ~callbacks.{name}",
+                code="unsupported",
+            )
 
 
 def on_host(value: object) -> object:

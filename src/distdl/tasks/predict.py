@@ -77,8 +77,8 @@ class Predict(Task[Built]):
         if why := odd(output):
             yield Problem(
                 "output",
-                f"{output!r} {why}",
-                "name a folder in the run's directory",
+                what=f"{output!r} {why}",
+                remedy="name a folder in the run's directory",
                 code="wrong-kind",
             )
 
@@ -147,9 +147,11 @@ class Collector(Callback):
             or batches.batched
             or hasattr(self, "batches")
         ):
-            what = "predict_dataloader: its samples cannot be counted"
             raise UserError.at(
-                "data", what, "return one DataLoader over a map-style dataset", code="unreadable"
+                "data",
+                what="predict_dataloader: its samples cannot be counted",
+                remedy="return one DataLoader over a map-style dataset",
+                code="unreadable",
             )
         self.batches = batches
         self.dataset = keyed.dataset

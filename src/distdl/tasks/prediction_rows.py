@@ -99,17 +99,16 @@ class Rows:
         if not self.record["facts"] and any(self.folder.glob("[!.]*")):
             raise UserError.at(
                 "task.output",
-                f"{shown(self.folder)} holds other files",
-                OTHER,
+                what=f"{shown(self.folder)} holds other files",
+                remedy=OTHER,
                 code="exists-already",
             )
         for path in (self.folder / str(name) for name in self.record["parts"]):
             if not path.is_file():
-                what = f"{shown(path)} is missing"
                 raise UserError.at(
                     "task.output",
-                    what,
-                    f"remove {shown(self.folder)}, or {OTHER}",
+                    what=f"{shown(path)} is missing",
+                    remedy=f"remove {shown(self.folder)}, or {OTHER}",
                     code="incomplete",
                 )
         remove_leftovers(self.folder)
@@ -123,8 +122,14 @@ class Rows:
             self._write_record()
         for name, before in self.record["facts"].items():
             if before != facts.get(name):
-                what = f"{shown(self.folder)} holds rows of {name} {before}, not {facts.get(name)}"
-                raise UserError.at("task.output", what, OTHER, code="mismatch")
+                raise UserError.at(
+                    "task.output",
+                    what=(
+                        f"{shown(self.folder)} holds rows of {name} {before}, not {facts.get(name)}"
+                    ),
+                    remedy=OTHER,
+                    code="mismatch",
+                )
 
     def add(self, columns: Columns, missing: Columns, **counts: int) -> None:
         """Stores one part.
@@ -181,7 +186,9 @@ class Rows:
         try:
             write_bytes(path, data)
         except OSError as error:
-            what = f"cannot write {shown(path)}: {error.strerror or error}"
             raise Unfinished.at(
-                "task.output", what, "the same command resumes", code="not-writable"
+                "task.output",
+                what=f"cannot write {shown(path)}: {error.strerror or error}",
+                remedy="the same command resumes",
+                code="not-writable",
             ) from error

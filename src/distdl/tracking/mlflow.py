@@ -112,15 +112,15 @@ class MLflowLogger:
         if isinstance(experiment, bool | float | list | dict):
             yield Problem(
                 "experiment_name",
-                f"{experiment!r} is not a name",
-                f"'{experiment!s}'",
+                what=f"{experiment!r} is not a name",
+                remedy=f"'{experiment!s}'",
                 code="wrong-kind",
             )
         elif experiment is not None and not 0 < len(str(experiment).strip()) <= 500:
             yield Problem(
                 "experiment_name",
-                "has no character, or more than 500",
-                "a shorter name",
+                what="has no character, or more than 500",
+                remedy="a shorter name",
                 code="incomplete",
             )
         elif context and context["new"] and context["local"]:
@@ -131,19 +131,30 @@ class MLflowLogger:
             if refused := schema_of(uri):
                 path = f"MLflow at {redact(uri)}"
                 yield Problem(
-                    "tracking_uri", f"{path} {refused.what}", refused.remedy, code="mismatch"
+                    "tracking_uri",
+                    what=f"{path} {refused.what}",
+                    remedy=refused.remedy,
+                    code="mismatch",
                 )
             elif refused := deleted_in(uri, str(experiment or own)):
                 yield Problem(
-                    "experiment_name", f"MLflow {refused.what}", refused.remedy, code="conflict"
+                    "experiment_name",
+                    what=f"MLflow {refused.what}",
+                    remedy=refused.remedy,
+                    code="conflict",
                 )
         name = config.get("register")
         if name is not None and not re.fullmatch(NAME, str(name)):
             yield Problem(
-                "register", f"{name!r} has other characters", f"as in {NAME}", code="wrong-kind"
+                "register",
+                what=f"{name!r} has other characters",
+                remedy=f"as in {NAME}",
+                code="wrong-kind",
             )
         elif name is not None and context and (why_not := not_exportable(context["config"])):
-            yield Problem("register", why_not, "remove tracking.mlflow.register", code="mismatch")
+            yield Problem(
+                "register", what=why_not, remedy="remove tracking.mlflow.register", code="mismatch"
+            )
 
     def start(self, info: RunInfo) -> None:
         """Starts the sender. Never raises, and never waits for the server."""

@@ -62,8 +62,8 @@ def _started(key: str, start: Callable[[], Result]) -> Result:
         reason = next(iter(str(error).strip().splitlines()), "")
         raise UserError.at(
             f"tracking.{key}",
-            f"cannot start: {type(error).__name__}: {reason}",
-            "log in, use its offline mode (docs/tracking.md), or choose tracking=mlflow",
+            what=f"cannot start: {type(error).__name__}: {reason}",
+            remedy="log in, use its offline mode (docs/tracking.md), or choose tracking=mlflow",
             code="failed",
         ) from error
 

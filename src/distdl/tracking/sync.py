@@ -100,16 +100,22 @@ def server_of(outbox: Outbox, confirmed: str | None, typed: str = f"{SEND_TO} ")
             run's folder names the server, and it would get credentials.
     """
     if not outbox.exists:
-        what = "was not tracked in MLflow, so there is nothing to send"
-        remedy = f"to see its curves, type python -m distdl report {outbox.run_dir}"
-        raise UserError.at(str(outbox.run_dir), what, remedy, code="incomplete")
+        raise UserError.at(
+            str(outbox.run_dir),
+            what="was not tracked in MLflow, so there is nothing to send",
+            remedy=f"to see its curves, type python -m distdl report {outbox.run_dir}",
+            code="incomplete",
+        )
     uri = outbox.state.server or outbox.database()
     if "***" in uri:  # a password is never stored
         uri = os.environ.get("MLFLOW_TRACKING_URI", "")
     if not uri:
-        what = f"the server {outbox.state.server} needs a password, which is never stored"
-        remedy = "set MLFLOW_TRACKING_URI to the complete address and repeat the command"
-        raise UserError.at(str(outbox.path), what, remedy, code="missing-key")
+        raise UserError.at(
+            str(outbox.path),
+            what=f"the server {outbox.state.server} needs a password, which is never stored",
+            remedy="set MLFLOW_TRACKING_URI to the complete address and repeat the command",
+            code="missing-key",
+        )
     credentials.confirm(str(outbox.path), uri, typed, confirmed)
     return uri
 

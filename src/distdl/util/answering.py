@@ -24,7 +24,9 @@ def refuse_silent(path: Path) -> None:
     thread.start()
     thread.join(ANSWER_S)
     if thread.is_alive():
-        what = f"its store has not answered for {ANSWER_S:.0f} s (a network mount that hangs?)"
         raise UserError.at(
-            str(path), what, "try again when it answers: ls has to return", code="unreachable"
+            str(path),
+            what=f"its store has not answered for {ANSWER_S:.0f} s (a network mount that hangs?)",
+            remedy="try again when it answers: ls has to return",
+            code="unreachable",
         )

@@ -122,7 +122,7 @@ class UserError(Exception):
                 code = noted[1]
             problems = (message,)
         self.problems: Sequence[Problem] = [
-            p if isinstance(p, Problem) else Problem("", p, code=code) for p in problems
+            p if isinstance(p, Problem) else Problem("", what=p, code=code) for p in problems
         ]
         if self.code:
             self.problems = [replace(p, code=self.code) for p in self.problems]
@@ -133,7 +133,7 @@ class UserError(Exception):
     @classmethod
     def at(cls, path: str, what: str, remedy: str = "", *, code: str = OTHER) -> Self:
         """An error with one problem."""
-        return cls(Problem(path, what, remedy, code))
+        return cls(Problem(path, what=what, remedy=remedy, code=code))
 
     def shown(self) -> str:
         """What the command line prints: how many problems, the outcome, and each with its code."""
@@ -163,7 +163,9 @@ class Damaged(UserError):
     code = "damaged-file"
 
     def __init__(self, path: Path, what: str, remedy: str) -> None:
-        super().__init__(Problem(str(path), f"is damaged: {what}", remedy, code="damaged-file"))
+        super().__init__(
+            Problem(str(path), what=f"is damaged: {what}", remedy=remedy, code="damaged-file")
+        )
 
 
 class GitRefuses(UserError):

@@ -23,9 +23,11 @@ def listen() -> socket.socket:
         except OSError as error:
             if error.errno not in ABSENT:
                 raise
-    what = f"this machine has neither {' nor '.join(ADDRESSES)}, at which its processes meet"
     raise UserError.at(
-        "", what, "bring its loopback interface up: ip link set lo up", code="incomplete"
+        "",
+        what=f"this machine has neither {' nor '.join(ADDRESSES)}, at which its processes meet",
+        remedy="bring its loopback interface up: ip link set lo up",
+        code="incomplete",
     )
 
 

@@ -14,7 +14,7 @@ def tail(path: Path, alive: Callable[[], bool], interval: float = 0.2) -> Iterat
     exist yet, and is read every `interval` seconds. A link, which no run writes, is a UserError."""
     if path.is_symlink():  # a run's folder may come from somebody else
         raise UserError.at(
-            str(path), f"is a link to {path.readlink()}, and is not shown", code="wrong-kind"
+            str(path), what=f"is a link to {path.readlink()}, and is not shown", code="wrong-kind"
         )
     position = 0
     rest = b""

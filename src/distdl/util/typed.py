@@ -147,18 +147,19 @@ def problems(
         ours = next((each for each in same if each.reason is not None), None)
         if ours is not None:
             remedy = getattr(ours.reason, "remedy", "")
-            yield Problem(path, str(ours.reason), remedy, code=ours.code)
+            yield Problem(path, what=str(ours.reason), remedy=remedy, code=ours.code)
         elif first.kind == "missing":
-            yield Problem(path, "missing", f"write {path}=...", code=first.code)
+            yield Problem(path, what="missing", remedy=f"write {path}=...", code=first.code)
         elif first.kind == "extra_forbidden":
             remedy = did_you_mean_word(path, known)
-            yield Problem(path, "no such setting", remedy, code=first.code)
+            yield Problem(path, what="no such setting", remedy=remedy, code=first.code)
         else:
             remedy = did_you_mean_word(first.value, first.choices)
             if first.kind == "list_type":
                 remedy = _as_list(f"{section}{path}", first.value)
-            what = f"{first.value!r} is not {either(same)}"
-            yield Problem(path, what, remedy, code=first.code)
+            yield Problem(
+                path, what=f"{first.value!r} is not {either(same)}", remedy=remedy, code=first.code
+            )
 
 
 def _as_list(key: str, value: object) -> str:
@@ -215,7 +216,12 @@ def checked(kind: object, value: object, path: str = "") -> Any:  # noqa: ANN401
         for misfit in misfits(error, value):
             parts = [path, *misfit.path, *misfit.below]
             where = ".".join(str(part) for part in parts if part not in ("", KEY))
-            what = f"must be {misfit.expected}, not {misfit.value!r:.60}"
-            near = did_you_mean_word(misfit.value, misfit.choices)
-            wrong.append(Problem(where, what, near, code=misfit.code))
+            wrong.append(
+                Problem(
+                    where,
+                    what=f"must be {misfit.expected}, not {misfit.value!r:.60}",
+                    remedy=did_you_mean_word(misfit.value, misfit.choices),
+                    code=misfit.code,
+                )
+            )
         raise UserError(*wrong) from None

@@ -27,7 +27,7 @@ class ConfigFindings:
         self.facts: dict[str, Any] = {"model_configures_optimizers": None}
 
     def add(self, path: Path, what: str, remedy: str = "", *, code: str) -> None:
-        self.problems.append(Problem(path_text(path), what, remedy, code=code))
+        self.problems.append(Problem(path_text(path), what=what, remedy=remedy, code=code))
 
     def absent(self, package: str, path: Path) -> None:
         if self.local:

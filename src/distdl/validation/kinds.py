@@ -126,19 +126,29 @@ def problem_of_kind(
         is_pythons = real.partition(".")[0] in sys.stdlib_module_names
         shown = f"{target} is Python's own {real}, and" if is_pythons else f"{target} is"
         section = "a node in another one's arguments" if kind is PART else path[0]
-        what = f"{shown} not {kind.words}, and {section} takes nothing else"
-        remedy = f"such as {kind.example}" + ("" if is_pythons else f"; {advice(target)}")
-        return Problem(location, what, remedy, code="wrong-kind")
+        return Problem(
+            location,
+            what=f"{shown} not {kind.words}, and {section} takes nothing else",
+            remedy=f"such as {kind.example}" + ("" if is_pythons else f"; {advice(target)}"),
+            code="wrong-kind",
+        )
     loads = [key for key in TIMM_LOADS if node.get(key)]
     if ":" in str(node.get("model_name")):
         loads.append(f"model_name={node['model_name']}")
     if loads and (called is _known("timm.create_model") or _is_timm_entry(called)):
-        what = f"{loads[0]} lets timm load a file that may run code"
-        remedy = f"model.weights=FILE loads weights and nothing else; {advice(target)}"
-        return Problem(location, what, remedy, code="not-trusted")
+        return Problem(
+            location,
+            what=f"{loads[0]} lets timm load a file that may run code",
+            remedy=f"model.weights=FILE loads weights and nothing else; {advice(target)}",
+            code="not-trusted",
+        )
     if node.get("weights_only") not in (None, True):
-        what = "weights_only=false runs code from the file"
-        return Problem(location, what, f"leave it out; {advice(target)}", code="not-trusted")
+        return Problem(
+            location,
+            what="weights_only=false runs code from the file",
+            remedy=f"leave it out; {advice(target)}",
+            code="not-trusted",
+        )
     return None
 
 

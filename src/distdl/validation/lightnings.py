@@ -115,7 +115,7 @@ def try_trainer(arguments: Mapping[str, Any]) -> Problem | str | None:
         names = [k for k, v in passed.items() if re.search(rf"\b{k}\b", text) or f"={v!r}" in text]
         reason = f"{type(error).__name__}: {next(iter(text.splitlines()), '')}"
         return Problem(
-            ".".join(["trainer", *names[:1]]), f"Lightning refuses it: {reason}", code="failed"
+            ".".join(["trainer", *names[:1]]), what=f"Lightning refuses it: {reason}", code="failed"
         )
     finally:
         logging.disable(logging.NOTSET)

@@ -72,11 +72,17 @@ def accepted(
     why: Problem | None = None
     missing = ", ".join(sorted(getattr(called, "__abstractmethods__", ())))
     if not callable(called):
-        what = f"{target} is a {type(called).__name__}, not a class or function"
-        why = Problem(path_text(location), what, code="wrong-kind")
+        why = Problem(
+            path_text(location),
+            what=f"{target} is a {type(called).__name__}, not a class or function",
+            code="wrong-kind",
+        )
     elif missing:
-        what = f"{target} is abstract: it does not define {missing}"
-        why = Problem(path_text(location), what, code="incomplete")
+        why = Problem(
+            path_text(location),
+            what=f"{target} is abstract: it does not define {missing}",
+            code="incomplete",
+        )
     else:
         why = kinds.problem_of_kind(called, node, path, trust)
     if path == ("task",) and why is None:

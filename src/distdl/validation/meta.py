@@ -92,18 +92,25 @@ def _explain(error: BaseException) -> Problem | None:
     if unexpected := _UNEXPECTED.search(text):
         names = _parameters(error, unexpected[1])
         near = closest(unexpected[2], names)
-        remedy = f"did you mean {{}}.{near}?" if near else ""
-        what = f"takes no argument {unexpected[2]!r}"
-        return Problem(unexpected[2], what, remedy, code="unknown-key")
+        return Problem(
+            unexpected[2],
+            what=f"takes no argument {unexpected[2]!r}",
+            remedy=f"did you mean {{}}.{near}?" if near else "",
+            code="unknown-key",
+        )
     if "meta" in text or isinstance(error, NotImplementedError):
         return None
     if model := re.match(r"Unknown model \(([^)]*)\)", text):
         import timm
 
         near = closest(model[1], timm.list_models())
-        remedy = f"did you mean {{}}.model_name={near}?" if near else ""
-        return Problem("model_name", f"timm has no model {model[1]!r}", remedy, code="incomplete")
-    return Problem("", f"cannot be built: {type(error).__name__}: {text}", code="failed")
+        return Problem(
+            "model_name",
+            what=f"timm has no model {model[1]!r}",
+            remedy=f"did you mean {{}}.model_name={near}?" if near else "",
+            code="incomplete",
+        )
+    return Problem("", what=f"cannot be built: {type(error).__name__}: {text}", code="failed")
 
 
 def _parameters(error: BaseException, name: str) -> list[str]:

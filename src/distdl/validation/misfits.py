@@ -95,7 +95,10 @@ def _of_manual_optimization(
         )
     if strategy.endswith("PipelineStrategy"):
         yield Problem(
-            "strategy", f"{_MANUAL} a pipeline steps them too", "strategy=ddp", code="unsupported"
+            "strategy",
+            what=f"{_MANUAL} a pipeline steps them too",
+            remedy="strategy=ddp",
+            code="unsupported",
         )
 
 
@@ -103,8 +106,9 @@ def _of_several_optimizers(manual: bool | None, strategy: str) -> Iterator[Probl
     if manual is False:
         yield Problem(
             path="model",
-            what="configure_optimizers returns several optimizers, "
-            "and Lightning steps one by itself",
+            what=(
+                "configure_optimizers returns several optimizers, and Lightning steps one by itself"
+            ),
             remedy=_BY_HAND,
             code="unsupported",
         )
@@ -131,7 +135,7 @@ def _of_callback(
         )
     if issubclass(cls, lightnings.GradientAccumulationScheduler):
         if manual:
-            yield Problem(path, _NOT_ACCUMULATED, "remove it", code="unsupported")
+            yield Problem(path, what=_NOT_ACCUMULATED, remedy="remove it", code="unsupported")
         elif accumulate != 1:
             schedule = f"scheduling={{0: {accumulate}}}"
             yield Problem(
@@ -150,7 +154,10 @@ def _of_callback(
         )
     if issubclass(cls, lightnings.ModelPruning) and strategy.endswith(_SPLIT):
         yield Problem(
-            path, "prunes complete weights, not a rank's slices", "strategy=ddp", code="unsupported"
+            path,
+            what="prunes complete weights, not a rank's slices",
+            remedy="strategy=ddp",
+            code="unsupported",
         )
 
 
@@ -177,11 +184,10 @@ def explained(error: BaseException) -> Problem | None:
     called, owner = (getattr(error, key, None) for key in ("name", "obj"))
     logs = type(owner).__module__.startswith(("distdl.tracking.", "mlflow.", "lightning."))
     if logs and str(called).startswith("add_"):
-        wrong = f"the model calls {called} of TensorBoard's writer, and self.logger has none"
         return Problem(
             "tracking",
-            wrong,
-            "tracking=[tensorboard,mlflow]: the first is self.logger",
+            what=f"the model calls {called} of TensorBoard's writer, and self.logger has none",
+            remedy="tracking=[tensorboard,mlflow]: the first is self.logger",
             code="incomplete",
         )
     for text, (path, what, remedy) in _KNOWN.items():
@@ -191,7 +197,10 @@ def explained(error: BaseException) -> Problem | None:
             steps = [f"({f.filename}, line {f.lineno})" for f in outside if f.name[-5:] == "_step"]
             line = f" {steps[-1]}" if steps and what else ""
             return Problem(
-                path, f"{what or f'Lightning refuses it: {error}'}{line}", remedy, code="failed"
+                path,
+                what=f"{what or f'Lightning refuses it: {error}'}{line}",
+                remedy=remedy,
+                code="failed",
             )
     return None
 

@@ -21,17 +21,24 @@ def problem(called: object, target: str) -> Problem | None:
     base = task_facts.BASE.rpartition(".")
     task = getattr(sys.modules.get(base[0]), base[2], object())
     if task not in called.__mro__:
-        what = f"{target} is a class, but not a Task"
-        remedy = "derive it from distdl.tasks.Task, or name a function"
-        return Problem("task._target_", what, remedy, code="wrong-kind")
+        return Problem(
+            "task._target_",
+            what=f"{target} is a class, but not a Task",
+            remedy="derive it from distdl.tasks.Task, or name a function",
+            code="wrong-kind",
+        )
     read = task_facts.of_target(target)
     for name in task_facts.NAMES:
         real, said = getattr(called, name), getattr(read, name)
         if real != said:
-            what = (
-                f"{target} has {name} = {real!r}, and its source, which is read before it is "
-                f"imported, says {said!r}"
-            )
             remedy = f"write {name} = {real!r} in the body of the class, and its module's name in "
-            return Problem("task._target_", what, f"{remedy}task._target_", code="mismatch")
+            return Problem(
+                "task._target_",
+                what=(
+                    f"{target} has {name} = {real!r}, and its source, which is read before it is "
+                    f"imported, says {said!r}"
+                ),
+                remedy=f"{remedy}task._target_",
+                code="mismatch",
+            )
     return None

@@ -125,8 +125,14 @@ def _visit(
 ) -> object:
     text = path_text(path)
     if OmegaConf.is_missing(parent, key):
-        remedy = f"write {_VALUES.get(text, f'{text}=...')}"
-        resolved.problems.append(Problem(text, "missing", remedy, code="missing-key"))
+        resolved.problems.append(
+            Problem(
+                text,
+                what="missing",
+                remedy=f"write {_VALUES.get(text, f'{text}=...')}",
+                code="missing-key",
+            )
+        )
         return None
     if OmegaConf.is_interpolation(parent, key):
         written = str(parent._get_node(key)._value())  # type: ignore[union-attr]
@@ -187,4 +193,4 @@ def _explain(error: Exception, written: str, text: str, resolved: Resolved) -> t
         name = "itself"  # one name for all keys of a cycle, so that it is one problem
         what = f"refers to itself: {written}"
         code = "conflict"
-    return name, Problem(text, what, remedy, code=code)
+    return name, Problem(text, what=what, remedy=remedy, code=code)

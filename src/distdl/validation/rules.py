@@ -73,27 +73,35 @@ def trainer(resolved: Resolved) -> Iterator[Problem]:
         strategy = words.strategy_for(str(value))
         if key in words.TRAINER_OWNED:
             remedy = (key == "strategy" and strategy) or words.TRAINER_OWNED[key]
-            yield Problem(path, "is set by distdl itself", remedy, code="reserved")
+            yield Problem(path, what="is set by distdl itself", remedy=remedy, code="reserved")
         elif key in lightning_1.TRAINER:
             yield Problem(
                 path,
-                "Lightning 2's Trainer no longer has it",
-                lightning_1.TRAINER[key],
+                what="Lightning 2's Trainer no longer has it",
+                remedy=lightning_1.TRAINER[key],
                 code="unsupported",
             )
         elif key == "accelerator" and strategy:
             yield Problem(
-                path, f"{value} is a strategy", f"{strategy}, and {path}=auto", code="wrong-kind"
+                path,
+                what=f"{value} is a strategy",
+                remedy=f"{strategy}, and {path}=auto",
+                code="wrong-kind",
             )
         elif takes and key not in takes:
             near = did_you_mean(path, [f"trainer.{name}" for name in takes])
             remedy = near or words.for_key(key) or did_you_mean(key, known_paths())
             yield Problem(
-                path, f"lightning's Trainer takes no argument {key!r}", remedy, code="unknown-key"
+                path,
+                what=f"lightning's Trainer takes no argument {key!r}",
+                remedy=remedy,
+                code="unknown-key",
             )
         elif key in _NOTHING and value == 0 and trains:
             what, remedy = _NOTHING[key]
-            yield Problem(path, what, f"{path}={remedy}, or task=validate", code="out-of-range")
+            yield Problem(
+                path, what=what, remedy=f"{path}={remedy}, or task=validate", code="out-of-range"
+            )
 
 
 @functools.cache
@@ -120,7 +128,10 @@ def class_paths(resolved: Resolved) -> Iterator[Problem]:
             if "_target_" in node and len(path) == 1:
                 remedy += f", and under defaults: - override /{text}: null"
             yield Problem(
-                text, "class_path and init_args are LightningCLI's keys", remedy, code="unknown-key"
+                text,
+                what="class_path and init_args are LightningCLI's keys",
+                remedy=remedy,
+                code="unknown-key",
             )
 
 
@@ -133,9 +144,11 @@ def misspelt(resolved: Resolved) -> Iterator[Problem]:
         target = node["_target_"]
         for position, key in enumerate(keys) if configs.is_own(target) else ():
             for near in get_close_matches(key, keys[:position], 1, cutoff=0.85):
-                what = f"{target} takes no argument {key!r}"
                 yield Problem(
-                    f"{text}.{key}", what, f"did you mean {text}.{near}?", code="unknown-key"
+                    f"{text}.{key}",
+                    what=f"{target} takes no argument {key!r}",
+                    remedy=f"did you mean {text}.{near}?",
+                    code="unknown-key",
                 )
 
 
@@ -145,8 +158,12 @@ def names(resolved: Resolved) -> Iterator[Problem]:
     if isinstance(output, str):
         yield from _unwritable(output)
         if odd := unprintable(str(Path(output).absolute())):
-            what = f"the path of {output!r} contains {odd!r}, which no script can contain"
-            yield Problem("output_dir", what, _ANOTHER, code="wrong-kind")
+            yield Problem(
+                "output_dir",
+                what=f"the path of {output!r} contains {odd!r}, which no script can contain",
+                remedy=_ANOTHER,
+                code="wrong-kind",
+            )
     for problem in variable_problems(resolved.section("launcher")):
         yield replace(problem, path=f"launcher.{problem.path}")
 
@@ -155,24 +172,37 @@ def _unwritable(output: str) -> Iterator[Problem]:
     """Why a folder cannot be created at the path `output`."""
     folder = Path(output.strip())
     if not output.strip():
-        what = "is empty (a variable that is not set?)"
-        yield Problem("output_dir", what, _ANOTHER, code="missing-key")
+        yield Problem(
+            "output_dir",
+            what="is empty (a variable that is not set?)",
+            remedy=_ANOTHER,
+            code="missing-key",
+        )
         return
     if "://" in output:
-        what = f"{output} is not a folder: mount it, and name the folder where it is mounted"
-        yield Problem("output_dir", what, _ANOTHER, code="wrong-kind")
+        yield Problem(
+            "output_dir",
+            what=f"{output} is not a folder: mount it, and name the folder where it is mounted",
+            remedy=_ANOTHER,
+            code="wrong-kind",
+        )
         return
     try:
         part = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
     except OSError as error:
-        what = f"cannot be created: {error.strerror}"
-        yield Problem("output_dir", what, _ANOTHER, code="not-writable")
+        yield Problem(
+            "output_dir",
+            what=f"cannot be created: {error.strerror}",
+            remedy=_ANOTHER,
+            code="not-writable",
+        )
         return
     if not part.is_dir():
-        yield Problem("output_dir", f"{part} is a file", _ANOTHER, code="wrong-kind")
+        yield Problem("output_dir", what=f"{part} is a file", remedy=_ANOTHER, code="wrong-kind")
     elif not os.access(part, os.W_OK | os.X_OK):
-        what = f"you may not write to {part}"
-        yield Problem("output_dir", what, _ANOTHER, code="not-writable")
+        yield Problem(
+            "output_dir", what=f"you may not write to {part}", remedy=_ANOTHER, code="not-writable"
+        )
 
 
 def services(resolved: Resolved, local: bool) -> Iterator[Problem]:
@@ -181,9 +211,12 @@ def services(resolved: Resolved, local: bool) -> Iterator[Problem]:
         target = str(node.get("_target_")) if isinstance(node, dict) else ""
         package = PACKAGES.get(target.rpartition(".")[2], "")
         if package and importlib.util.find_spec(package) is None:
-            what = f"needs the package {package}, which is not installed"
-            remedy = f"pip install 'distdl[{package.partition('_')[0]}]', or tracking=mlflow"
-            yield Problem(f"tracking.{key}", what, remedy, code="not-installed")
+            yield Problem(
+                f"tracking.{key}",
+                what=f"needs the package {package}, which is not installed",
+                remedy=f"pip install 'distdl[{package.partition('_')[0]}]', or tracking=mlflow",
+                code="not-installed",
+            )
 
 
 def environment(resolved: Resolved, local: bool) -> Iterator[Problem]:
@@ -198,14 +231,17 @@ def environment(resolved: Resolved, local: bool) -> Iterator[Problem]:
         secret = looks_secret(name) or looks_secret(key) or (value and holds_secret(key, value))
         if path[0] != "launcher":
             if not has_default and name not in forwarded:
-                what = f"reads the environment variable {name}, which the job will not have"
-                yield Problem(path_text(path), what, forward, code="incomplete")
+                yield Problem(
+                    path_text(path),
+                    what=f"reads the environment variable {name}, which the job will not have",
+                    remedy=forward,
+                    code="incomplete",
+                )
         elif secret and not (len(path) == 2 and key in _NO_SECRETS):
-            what = f"the value of {name} would be readable in the request"
             yield Problem(
                 path_text(path),
-                what,
-                f"leave it out: {forward} sends it separately",
+                what=f"the value of {name} would be readable in the request",
+                remedy=f"leave it out: {forward} sends it separately",
                 code="private",
             )
 
@@ -214,15 +250,17 @@ def topology(resolved: Resolved, size: Resources | None, local: bool) -> Iterato
     trainer = resolved.section("trainer")
     devices, nodes = trainer.get("devices"), trainer.get("num_nodes")
     if isinstance(devices, list) and not local:
-        what = "a list names devices of this machine, and the job runs elsewhere"
-        remedy = f"write the number per node: trainer.devices={len(devices)}"
-        yield Problem("trainer.devices", what, remedy, code="unsupported")
+        yield Problem(
+            "trainer.devices",
+            what="a list names devices of this machine, and the job runs elsewhere",
+            remedy=f"write the number per node: trainer.devices={len(devices)}",
+            code="unsupported",
+        )
     if isinstance(nodes, int) and nodes > 1 and _launcher(resolved).startswith(_LOCAL):
-        remedy = "trainer.num_nodes=1, or another launcher (--help lists them)"
         yield Problem(
             "trainer.num_nodes",
-            f"launcher=local is one machine, not {nodes}",
-            remedy,
+            what=f"launcher=local is one machine, not {nodes}",
+            remedy="trainer.num_nodes=1, or another launcher (--help lists them)",
             code="unsupported",
         )
     if size is None:
@@ -232,13 +270,16 @@ def topology(resolved: Resolved, size: Resources | None, local: bool) -> Iterato
         ranks = f"{size.devices} devices x {size.num_nodes} nodes"
         yield Problem(
             "strategy",
-            f"{strategy} trains on one device, not on {ranks}",
-            "strategy=ddp",
+            what=f"{strategy} trains on one device, not on {ranks}",
+            remedy="strategy=ddp",
             code="unsupported",
         )
     if size.accelerator == "mps" and size.devices > 1:
         yield Problem(
-            "trainer.devices", "an Apple GPU is one device", "trainer.devices=1", code="unsupported"
+            "trainer.devices",
+            what="an Apple GPU is one device",
+            remedy="trainer.devices=1",
+            code="unsupported",
         )
     yield from _degrees(resolved, size)
     yield from _batches(resolved, size.world_size)
@@ -261,8 +302,12 @@ def classes(resolved: Resolved) -> Iterator[Problem]:
         sizes["model.network.num_classes"] = network.get("num_classes")
     for path, size in sizes.items() if configs.is_own(model.get("_target_")) else ():
         if type(size) is int and type(labels) is int and 0 < size < labels:
-            what = f"is {size}, and the data have {labels} classes (data.num_classes)"
-            yield Problem(path, what, f"{path}={labels}, or leave it out", code="mismatch")
+            yield Problem(
+                path,
+                what=f"is {size}, and the data have {labels} classes (data.num_classes)",
+                remedy=f"{path}={labels}, or leave it out",
+                code="mismatch",
+            )
 
 
 def layer_rates(resolved: Resolved) -> Iterator[Problem]:
@@ -270,11 +315,19 @@ def layer_rates(resolved: Resolved) -> Iterator[Problem]:
     optimizer = resolved.section("optimizer")
     given = [key for key in ("layer_decay", "backbone_lr") if optimizer.get(key) is not None]
     if len(given) > 1:
-        what = "has no effect beside optimizer.layer_decay, which gives each layer its rate"
-        yield Problem("optimizer.backbone_lr", what, "leave one of the two out", code="conflict")
+        yield Problem(
+            "optimizer.backbone_lr",
+            what="has no effect beside optimizer.layer_decay, which gives each layer its rate",
+            remedy="leave one of the two out",
+            code="conflict",
+        )
     if given and "lr" not in optimizer:
-        what = f"is missing, and optimizer.{given[0]} needs it"
-        yield Problem("optimizer.lr", what, "optimizer.lr=0.01", code="missing-key")
+        yield Problem(
+            "optimizer.lr",
+            what=f"is missing, and optimizer.{given[0]} needs it",
+            remedy="optimizer.lr=0.01",
+            code="missing-key",
+        )
 
 
 def _epochs(resolved: Resolved, world: int) -> Iterator[Problem]:
@@ -291,7 +344,7 @@ def _batches(resolved: Resolved, world: int) -> Iterator[Problem]:
     if total is not None and resolved.batch_chosen_later:
         what = f"{total} has no effect beside data.batch_size=auto, which decides the global batch"
         remedy = "leave it out, or a number for data.batch_size"
-        yield Problem("data.global_batch_size", what, remedy, code="conflict")
+        yield Problem("data.global_batch_size", what=what, remedy=remedy, code="conflict")
         return
     batch = data.get("batch_size", 1)
     accumulate = resolved.section("trainer").get("accumulate_grad_batches", 1)
@@ -307,7 +360,7 @@ def _batches(resolved: Resolved, world: int) -> Iterator[Problem]:
         remedy = f"data.global_batch_size={max(1, total // parts) * parts}"
         what += ", and not divisible"
     if total != batch * parts:
-        yield Problem("data.global_batch_size", what, remedy, code="mismatch")
+        yield Problem("data.global_batch_size", what=what, remedy=remedy, code="mismatch")
 
 
 def chosen_batch(resolved: Resolved) -> Iterator[Problem]:
@@ -317,11 +370,19 @@ def chosen_batch(resolved: Resolved) -> Iterator[Problem]:
         return
     strategy = resolved.section("strategy")
     if division_of(strategy) is not EACH:
-        what = "auto is for strategies in which each device has a batch of its own"
-        yield Problem(path, what, number, code="unsupported")
+        yield Problem(
+            path,
+            what="auto is for strategies in which each device has a batch of its own",
+            remedy=number,
+            code="unsupported",
+        )
     elif not task_facts.of(resolved.values).trains:
-        what = "auto is chosen by a training, and this task does not train"
-        yield Problem(path, what, number, code="unsupported")
+        yield Problem(
+            path,
+            what="auto is chosen by a training, and this task does not train",
+            remedy=number,
+            code="unsupported",
+        )
 
 
 def chosen_recompute(resolved: Resolved) -> Iterator[Problem]:
@@ -330,11 +391,21 @@ def chosen_recompute(resolved: Resolved) -> Iterator[Problem]:
         return
     path, value = "model.recompute", "model.recompute=blocks or none"
     if resolved.batch_chosen_later:
-        what = "auto is chosen for a batch, and data.batch_size=auto is the largest one without it"
-        yield Problem(path, what, f"{value}, or a number for data.batch_size", code="conflict")
+        yield Problem(
+            path,
+            what=(
+                "auto is chosen for a batch, and data.batch_size=auto is the largest one without it"
+            ),
+            remedy=f"{value}, or a number for data.batch_size",
+            code="conflict",
+        )
     if division_of(resolved.section("strategy")) is MESH:
-        what = "the memory of a module that divides itself is not known among its ranks"
-        yield Problem(path, what, value, code="unsupported")
+        yield Problem(
+            path,
+            what="the memory of a module that divides itself is not known among its ranks",
+            remedy=value,
+            code="unsupported",
+        )
 
 
 def secrets(resolved: Resolved) -> Iterator[Problem]:
@@ -362,4 +433,4 @@ def secrets(resolved: Resolved) -> Iterator[Problem]:
             remedy = f"export {name}=... and write launcher.forward_env=[{name}] instead"
         elif path[:2] == ("launcher", "inputs"):  # its value would appear in the request
             remedy = "use a datastore, which keeps it: azureml://datastores/NAME/paths/..."
-        yield Problem(text, reason, remedy, code="private")
+        yield Problem(text, what=reason, remedy=remedy, code="private")

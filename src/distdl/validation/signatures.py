@@ -149,31 +149,44 @@ def bind(
     ]
     filled = by_position[:positional]
     if positional > len(by_position) and not takes_anything(called, Parameter.VAR_POSITIONAL):
-        what = f"takes {len(by_position)} positional arguments, {positional} are passed"
-        yield Problem("", what, code="wrong-type")
+        yield Problem(
+            "",
+            what=f"takes {len(by_position)} positional arguments, {positional} are passed",
+            code="wrong-type",
+        )
     by_name = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
     names = [name for name, parameter in called.items() if parameter.kind in by_name]
     for name, value in arguments.items():
         if name in filled:
-            what = "is passed by distdl or by position already"
-            yield Problem(name, what, "remove it", code="conflict")
+            yield Problem(
+                name,
+                what="is passed by distdl or by position already",
+                remedy="remove it",
+                code="conflict",
+            )
         elif name in names and not _fits(value, called[name]):
             expected = _name_of(called[name].annotation)
             fitting = [each for each in meanings(value) if _fits(each, called[name])]
             remedy = near_dtype(value, expected)
             if fitting:
                 remedy = f"write {written(f'{{}}{name}', fitting[0])}"
-            yield Problem(name, f"must be {expected}, not {{}}", remedy, code="wrong-type")
+            yield Problem(
+                name, what=f"must be {expected}, not {{}}", remedy=remedy, code="wrong-type"
+            )
         elif name not in names and not takes_anything(called):
             free = [n for n in names if n not in filled]
             near = closest(name, free)
             listed = f"it takes {', '.join(free)}" if 0 < len(free) <= 24 else ""
-            remedy = f"did you mean {{}}{near}?" if near else listed
-            yield Problem(name, "unknown argument", remedy, code="unknown-key")
+            yield Problem(
+                name,
+                what="unknown argument",
+                remedy=f"did you mean {{}}{near}?" if near else listed,
+                code="unknown-key",
+            )
     for name, p in called.items() if not partial else ():
         needed = p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
         if needed and name not in (*filled, *arguments, *offered):
-            yield Problem(name, "missing argument", code="missing-key")
+            yield Problem(name, what="missing argument", code="missing-key")
 
 
 def _fits(value: object, parameter: Parameter) -> bool:

@@ -85,8 +85,12 @@ def problem_of(target: object, trust: Trust, path: Path = ()) -> Problem | None:
     if not isinstance(target, str) or not _DOTTED.fullmatch(target):
         dotted = re.sub(r"(\.py)?[:/]+", ".", str(target)).strip(".")
         dotted = dotted if _DOTTED.fullmatch(dotted) else "package.module.Class"
-        what = f"is not a dotted path of a class or function: {target!r}"
-        return Problem(location, what, f"write {dotted}", code="wrong-kind")
+        return Problem(
+            location,
+            what=f"is not a dotted path of a class or function: {target!r}",
+            remedy=f"write {dotted}",
+            code="wrong-kind",
+        )
     if trust.covers(target) or target in HARMLESS:
         return None
     package, *inner = target.split(".")
@@ -99,15 +103,23 @@ def problem_of(target: object, trust: Trust, path: Path = ()) -> Problem | None:
         remedy = f"if you trust it: project.allow=[{package}]"
         if package in sys.stdlib_module_names:
             remedy = ""  # hardly ever intended, so never suggested
-        return Problem(location, what, remedy, code="not-trusted")
+        return Problem(location, what=what, remedy=remedy, code="not-trusted")
     section = str(path[0]) if path else ""
     within = WITHIN.get(section)
     if any(part.startswith("_") for part in inner):
-        what = f"{target} is private to {package}"
-        return Problem(location, what, advice(target), code="not-trusted")
+        return Problem(
+            location,
+            what=f"{target} is private to {package}",
+            remedy=advice(target),
+            code="not-trusted",
+        )
     if within and not (len(path) == 1 and target.startswith(f"{within}.")):
-        what = f"{target} is not a {section} of distdl"
-        return Problem(location, what, advice(target), code="wrong-kind")
+        return Problem(
+            location,
+            what=f"{target} is not a {section} of distdl",
+            remedy=advice(target),
+            code="wrong-kind",
+        )
     return None
 
 
@@ -120,9 +132,12 @@ def not_found(location: str, target: str, trust: Trust) -> Problem | None:
     if not folders and importlib.util.find_spec(package) is not None:
         return None
     if folders:
-        what = f"{folders[0]}/{package} has no module {inner[0]!r}, which {target} names"
-        remedy = f"write {folders[0]}/{package}/{inner[0]}.py, or correct the name"
-        return Problem(location, what, remedy, code="incomplete")
+        return Problem(
+            location,
+            what=f"{folders[0]}/{package} has no module {inner[0]!r}, which {target} names",
+            remedy=f"write {folders[0]}/{package}/{inner[0]}.py, or correct the name",
+            code="incomplete",
+        )
     where = " and ".join(trust.folders) or "no folder"
     what = f"there is no module {package!r}, which {target} names, in {where}, nor is it installed"
     files = [file for folder in trust.folders for file in FilePath(folder).glob("*")]
@@ -133,7 +148,7 @@ def not_found(location: str, target: str, trust: Trust) -> Problem | None:
     )
     if near := closest(package, names):
         remedy = f"did you mean {'.'.join((near, *inner))}?"
-    return Problem(location, what, remedy, code="incomplete")
+    return Problem(location, what=what, remedy=remedy, code="incomplete")
 
 
 def advice(target: str) -> str:
@@ -151,6 +166,6 @@ def target_problems(values: dict[str, Any], trust: Trust) -> list[tuple[Path, Pr
     what = "still holds an interpolation after it was resolved:"
     for path, text in walk({key: values.get(key) for key in BUILT}):
         if isinstance(text, str) and "${" in text:
-            wrong = Problem(path_text(path), f"{what} {text!r}", code="unreadable")
+            wrong = Problem(path_text(path), what=f"{what} {text!r}", code="unreadable")
             refused.append((path, wrong))
     return refused

@@ -168,7 +168,8 @@ def check_bindings(
     answer = check_in(json.dumps(request, default=str))
     notes = [resolved.hide_environment(note) for note in answer["notes"]]
     problems = [
-        Problem(path, what, remedy, code=code) for path, what, remedy, code in answer["problems"]
+        Problem(path, what=what, remedy=remedy, code=code)
+        for path, what, remedy, code in answer["problems"]
     ]
     return _tidy(problems, resolved), notes, answer["facts"]
 

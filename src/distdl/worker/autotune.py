@@ -77,8 +77,12 @@ def fastest(measured: list[Measured], path: str) -> Measured:
     """The candidate with the shortest step. If none can train: a UserError about option `path`."""
     trained = [each for each in measured if each.seconds is not None]
     if not trained:
-        what = f"none of {len(measured)} settings can train; the last one: {measured[-1].why}"
-        raise UserError.at(path, what, "try a smaller data.batch_size", code="failed")
+        raise UserError.at(
+            path,
+            what=f"none of {len(measured)} settings can train; the last one: {measured[-1].why}",
+            remedy="try a smaller data.batch_size",
+            code="failed",
+        )
     return min(trained, key=lambda each: each.seconds or 0.0)
 
 

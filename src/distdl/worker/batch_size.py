@@ -101,7 +101,7 @@ def largest(attempted: Try) -> int:
             remedy = "a number, as data.batch_size=32, shows the whole error"
             if last.no_memory:
                 remedy = "docs/memory.md says what to try: model.recompute=blocks, strategy=fsdp"
-            raise UserError.at(KEY, what, remedy, code="failed")
+            raise UserError.at(KEY, what=what, remedy=remedy, code="failed")
         return 1
     while (between := _between(fits, fails)) is not None:
         (outcome,) = attempted([between])
@@ -185,8 +185,12 @@ def _without_outcome(batch: int, codes: Sequence[int | None]) -> TrialOutcome:
     """Of processes that said nothing: some were killed, for the memory of the host."""
     killed = next((-code for code in codes if code is not None and code < 0), None)
     if killed is None:
-        what = f"the processes that tried a batch of {batch} ended with exit codes {codes}"
-        raise UserError.at(KEY, what, "a number, as data.batch_size=32", code="failed")
+        raise UserError.at(
+            KEY,
+            what=f"the processes that tried a batch of {batch} ended with exit codes {codes}",
+            remedy="a number, as data.batch_size=32",
+            code="failed",
+        )
     return TrialOutcome(batch, why=f"its process was killed by signal {killed}", no_memory=True)
 
 

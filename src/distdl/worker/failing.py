@@ -47,7 +47,7 @@ def refusal(error: BaseException) -> UserError | None:
     raised = (frame.line or "").startswith("raise ") and type(error) in plain
     of_lightning = "/lightning/pytorch/" in Path(frame.filename).as_posix()
     if type(error).__name__ == "MisconfigurationException" or (raised and of_lightning):
-        return UserError.at("", f"Lightning refuses it: {error}", code="failed")
+        return UserError.at("", what=f"Lightning refuses it: {error}", code="failed")
     return None
 
 

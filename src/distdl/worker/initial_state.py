@@ -97,7 +97,7 @@ class InitialState:
             if late := module_state.late_in(checkpoint, names):
                 what = f"{late} came into the model, or left it, after the training had started"
                 remedy = module_state.REMEDY
-            raise UserError.at(self.file, what, remedy, code="mismatch") from None
+            raise UserError.at(self.file, what=what, remedy=remedy, code="mismatch") from None
         if self.trainer.state.fn != TrainerFn.FITTING:  # Lightning loads only the weights
             step, epoch = checkpoint.get("global_step"), checkpoint.get("epoch")
             self.trainer.fit_loop.stand_at(int(step or 0), int(epoch or 0))
@@ -170,9 +170,12 @@ class InitialState:
         )
         for unit, done, limit in limits:
             if limit not in (None, -1) and done >= limit:
-                what = f"is {limit}, but {file} was already trained for {done} {unit}"
-                remedy = f"trainer.max_{unit}={done + limit}, or {alone}"
-                raise UserError.at(f"trainer.max_{unit}", what, remedy, code="mismatch")
+                raise UserError.at(
+                    f"trainer.max_{unit}",
+                    what=f"is {limit}, but {file} was already trained for {done} {unit}",
+                    remedy=f"trainer.max_{unit}={done + limit}, or {alone}",
+                    code="mismatch",
+                )
         budget = self.context.checkpointer.budget
         if budget is not None and budget.is_over:
             limit = self.context.config.trainer.max_time
@@ -180,8 +183,8 @@ class InitialState:
             longer = twice_time(limit, least=budget.seconds_used)
             raise UserError.at(
                 "trainer.max_time",
-                f"is {max_time_text(limit)}, but {file} was already trained for {used}",
-                f"trainer.max_time={longer}, or {alone}",
+                what=f"is {max_time_text(limit)}, but {file} was already trained for {used}",
+                remedy=f"trainer.max_time={longer}, or {alone}",
                 code="mismatch",
             )
 

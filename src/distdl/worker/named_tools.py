@@ -101,7 +101,9 @@ def _tool(key: str, name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if not name.startswith(str(error.name)):  # a package that the tool needs
             raise
-        what = f"needs {name}, which is not in this installation of distdl"
         raise UserError.at(
-            key, what, f"install distdl whole, or leave out {key}", code="not-installed"
+            key,
+            what=f"needs {name}, which is not in this installation of distdl",
+            remedy=f"install distdl whole, or leave out {key}",
+            code="not-installed",
         ) from error

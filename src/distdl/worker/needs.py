@@ -36,8 +36,12 @@ def missing_methods(methods: Sequence[str], context: Mapping[str, Any]) -> Itera
                 remedy = "define it, or choose one: optimizer=sgd"
             if section == "data" and part["_target_"].startswith("distdl."):
                 remedy = "data=imagenet"
-            what = f"needs {name}, which {part['_target_']} does not define"
-            yield Problem("", what, remedy, code="incomplete")
+            yield Problem(
+                "",
+                what=f"needs {name}, which {part['_target_']} does not define",
+                remedy=remedy,
+                code="incomplete",
+            )
 
 
 def has(target: object, name: str) -> bool:

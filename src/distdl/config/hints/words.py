@@ -34,8 +34,12 @@ TRAINER_OWNED = table(OTHER_TOOLS, "trainer_owned")
 
 def not_global(path: str) -> Problem:
     """The problem of an experiment or debug file without `# @package _global_`."""
-    what = "its keys would be nested below it, not beside model and data"
-    return Problem(path, what, "make its first line: # @package _global_", code="incomplete")
+    return Problem(
+        path,
+        what="its keys would be nested below it, not beside model and data",
+        remedy="make its first line: # @package _global_",
+        code="incomplete",
+    )
 
 
 def strategy_for(name: str) -> str:
@@ -275,9 +279,15 @@ def _refused(left: Sequence[str], count: int, typed: str, commands: Sequence[str
     word = left[0]
     rest = left[count:]
     if count > 1:
-        what = "the shell splits it into several words"
-        remedy = f"write {shlex.quote(typed)}"
-        return _Refused(Problem(typed, what, remedy, code="wrong-kind"), count)
+        return _Refused(
+            Problem(
+                typed,
+                what="the shell splits it into several words",
+                remedy=f"write {shlex.quote(typed)}",
+                code="wrong-kind",
+            ),
+            count,
+        )
     if typed != word and ("=" in typed or typed.startswith("-")):
         is_option = typed.startswith("-")
         return _Refused(_no_override(word, f"write {shlex.quote(typed)}"), count, is_option)
@@ -293,13 +303,14 @@ def _refused(left: Sequence[str], count: int, typed: str, commands: Sequence[str
     remedy = f"write key=value, or begin with a command: {', '.join(commands)}"
     if close:
         remedy = f"did you mean: python -m distdl {close}"
-    what = "is neither a command nor an override"
-    problem = Problem(word, what, verb or remedy, code="unknown-key")
+    problem = Problem(
+        word, what="is neither a command nor an override", remedy=verb or remedy, code="unknown-key"
+    )
     return _Refused(problem, count, takes_the_rest=bool(verb or close))
 
 
 def _no_override(word: str, remedy: str) -> Problem:
-    return Problem(word, "is not an override", remedy, code="wrong-kind")
+    return Problem(word, what="is not an override", remedy=remedy, code="wrong-kind")
 
 
 def check(words: Sequence[str], commands: Iterable[str] = ()) -> None:

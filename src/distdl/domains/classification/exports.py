@@ -81,8 +81,12 @@ class ClassExports(Exports[np.ndarray]):
             f"{difference:.1e} at most"
         )
         if not (difference <= tolerance and agrees.all()):  # also if it is not a number
-            what = f"agrees with the network only {summary} ({tolerance:g} is accepted)"
-            raise Disagrees.at("export", what, REPORT, code="mismatch")
+            raise Disagrees.at(
+                "export",
+                what=f"agrees with the network only {summary} ({tolerance:g} is accepted)",
+                remedy=REPORT,
+                code="mismatch",
+            )
         top1 = float(agrees.mean())
         return {"images": len(agrees), "difference": difference, "top1": top1, "summary": summary}
 

@@ -70,33 +70,46 @@ class DetectionAugment:
         if config is None:
             return
         if not isinstance(config, Mapping):
-            what = f"is {config!r}, not a mapping"
             yield Problem(
-                "augment", what, "'data.augment={horizontal_flip: 0.5}'", code="wrong-type"
+                "augment",
+                what=f"is {config!r}, not a mapping",
+                remedy="'data.augment={horizontal_flip: 0.5}'",
+                code="wrong-type",
             )
             return
         for key, value in config.items():
             path = f"augment.{key}"
             if key not in KEYS:
-                hint = did_you_mean(key, KEYS) or f"known keys: {', '.join(KEYS)}"
-                yield Problem(path, "unknown", hint, code="unknown-key")
+                yield Problem(
+                    path,
+                    what="unknown",
+                    remedy=did_you_mean(key, KEYS) or f"known keys: {', '.join(KEYS)}",
+                    code="unknown-key",
+                )
             elif key == "horizontal_flip":
                 if value is not None and not _number(value, 0, 1):
                     yield Problem(
                         path,
-                        f"is {value!r}, not a probability",
-                        f"data.{path}=0.5",
+                        what=f"is {value!r}, not a probability",
+                        remedy=f"data.{path}=0.5",
                         code="out-of-range",
                     )
             elif value is not None and not isinstance(value, Mapping):
                 yield Problem(
-                    path, f"is {value!r}, not a mapping", _example(key), code="wrong-type"
+                    path,
+                    what=f"is {value!r}, not a mapping",
+                    remedy=_example(key),
+                    code="wrong-type",
                 )
             elif value is not None:
                 yield from _wrong_values(path, KEYS[key], value)
         if config.get("multiscale") is not None and config.get("large_scale_jitter") is not None:
-            what = "uses both multiscale and large_scale_jitter: choose one of them"
-            yield Problem("augment", what, "data.augment.multiscale=null", code="ambiguous")
+            yield Problem(
+                "augment",
+                what="uses both multiscale and large_scale_jitter: choose one of them",
+                remedy="data.augment.multiscale=null",
+                code="ambiguous",
+            )
 
     def __call__(
         self, image: torch.Tensor, target: dict[str, Any], swapped: Sequence[int] = ()
@@ -167,31 +180,49 @@ def _wrong_values(
         where = f"{path}.{key}"
         default = defaults.get(key)
         if key not in defaults:
-            hint = did_you_mean(key, defaults) or f"known keys: {', '.join(defaults)}"
-            yield Problem(where, "unknown", hint, code="unknown-key")
+            yield Problem(
+                where,
+                what="unknown",
+                remedy=did_you_mean(key, defaults) or f"known keys: {', '.join(defaults)}",
+                code="unknown-key",
+            )
         elif key == "p":
             if not _number(value, 0, 1):
                 yield Problem(
                     where,
-                    f"is {value!r}, not a probability",
-                    f"data.{where}=0.5",
+                    what=f"is {value!r}, not a probability",
+                    remedy=f"data.{where}=0.5",
                     code="out-of-range",
                 )
         elif key in ("size", "longest"):
             if type(value) is not int or not 1 <= value <= MOST_PIXELS:
-                what = f"is {value!r}, not a number of pixels from 1 to {MOST_PIXELS:,}"
-                yield Problem(where, what, f"data.{where}={default}", code="out-of-range")
+                yield Problem(
+                    where,
+                    what=f"is {value!r}, not a number of pixels from 1 to {MOST_PIXELS:,}",
+                    remedy=f"data.{where}={default}",
+                    code="out-of-range",
+                )
         elif key == "short_sides":
             low, high = _LIMITS[key]
             if not _list(value) or not all(type(v) is int and low <= v <= high for v in value):
-                what = f"is {value!r}, not a list of numbers of pixels from {low} to {high:,}"
-                yield Problem(where, what, f"'data.{where}={default}'", code="wrong-type")
+                yield Problem(
+                    where,
+                    what=f"is {value!r}, not a list of numbers of pixels from {low} to {high:,}",
+                    remedy=f"'data.{where}={default}'",
+                    code="wrong-type",
+                )
         else:
             low, high = _LIMITS.get(key, (0.0, 10.0))
             pair = _list(value) and len(value) == 2 and all(_number(v, low, high) for v in value)
             if not pair or value[0] > value[1]:
-                what = f"is {value!r}, not two numbers from {low:g} to {high:g}, the smaller first"
-                yield Problem(where, what, f"'data.{where}={default}'", code="wrong-type")
+                yield Problem(
+                    where,
+                    what=(
+                        f"is {value!r}, not two numbers from {low:g} to {high:g}, the smaller first"
+                    ),
+                    remedy=f"'data.{where}={default}'",
+                    code="wrong-type",
+                )
 
 
 def _list(value: object) -> bool:

@@ -58,8 +58,12 @@ class Detection(Domain):
         """Problems of `decoder` and `augment` of a data node."""
         yield from check_decoder(node.get("decoder", "auto"), local)
         if node.get("decoder") == "nvjpeg":
-            what = "crops each image to one size on the GPU, and boxes are not cropped with it"
-            yield Problem("decoder", what, "data.decoder=auto", code="unsupported")
+            yield Problem(
+                "decoder",
+                what="crops each image to one size on the GPU, and boxes are not cropped with it",
+                remedy="data.decoder=auto",
+                code="unsupported",
+            )
         yield from DetectionAugment.check(node.get("augment"))
 
     def views(self, node: Mapping[str, Any]) -> tuple[View, View]:

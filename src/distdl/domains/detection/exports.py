@@ -86,9 +86,12 @@ class DetectionExports(Exports[list[SeenObjects]]):
         names = [*self.categories.names]
         trained = [str(name) for name in self.names]
         if trained and trained != names:
-            what = f"has the categories {names[:5]}, and the checkpoint {trained[:5]}"
-            remedy = "the data that it was trained on, by data.root="
-            raise UserError.at("data.root", what, remedy, code="mismatch")
+            raise UserError.at(
+                "data.root",
+                what=f"has the categories {names[:5]}, and the checkpoint {trained[:5]}",
+                remedy="the data that it was trained on, by data.root=",
+                code="mismatch",
+            )
         view = cast(DetectionView, self.view)
         pairs = zip(self.categories.ids, self.categories.names, strict=True)
         said: dict[str, Any] = {
@@ -123,13 +126,20 @@ class DetectionExports(Exports[list[SeenObjects]]):
             short = getattr(transform, "min_size", None)
             longest = getattr(transform, "max_size", None)
             if not isinstance(short, Sequence) or not isinstance(longest, int):
-                what = f"{type(self.network).__name__} does not say at which size it sees images"
-                remedy = "--size 800x1333: height and width in pixels"
-                raise UserError.at("--size", what, remedy, code="missing-key")
+                raise UserError.at(
+                    "--size",
+                    what=f"{type(self.network).__name__} does not say at which size it sees images",
+                    remedy="--size 800x1333: height and width in pixels",
+                    code="missing-key",
+                )
             size = (short[-1], longest)
         if max(size) > LARGEST:
-            what = f"{max(size)} is more than {LARGEST} pixels"
-            raise UserError.at("--size", what, "a smaller one", code="out-of-range")
+            raise UserError.at(
+                "--size",
+                what=f"{max(size)} is more than {LARGEST} pixels",
+                remedy="a smaller one",
+                code="out-of-range",
+            )
         return [*size]
 
     def _fill(self) -> list[int]:
@@ -148,9 +158,12 @@ class DetectionExports(Exports[list[SeenObjects]]):
         counts = [len(self._output(image)["scores"]) for image in seen]
         most = int(np.argmax(counts))
         if not counts[most]:
-            what = f"finds nothing in {len(seen)} images of the validation, and cannot be traced"
-            remedy = "a trained one, or --to package"
-            raise UserError.at("checkpoint", what, remedy, code="unsupported")
+            raise UserError.at(
+                "checkpoint",
+                what=f"finds nothing in {len(seen)} images of the validation, and cannot be traced",
+                remedy="a trained one, or --to package",
+                code="unsupported",
+            )
         # The exporter leaves a network in the mode that it had.
         network = OfOneSize(self.network, said.fields).eval()
         return Graph(network, seen[most], batched=False, outputs=said.fields)
@@ -216,7 +229,9 @@ class DetectionExports(Exports[list[SeenObjects]]):
             what += f"; {total.masks} masks differ" if total.masks else ""
             what += f"; keypoints of {total.points} objects differ" if total.points else ""
             accepted = f"{PIXELS:g} px and {tolerance:g} are accepted"
-            raise Disagrees.at("export", f"{what} ({accepted})", REPORT, code="mismatch")
+            raise Disagrees.at(
+                "export", what=f"{what} ({accepted})", remedy=REPORT, code="mismatch"
+            )
         return {
             "images": len(expected),
             "detections": total.matched,

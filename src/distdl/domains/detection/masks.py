@@ -131,8 +131,10 @@ def _library() -> Any:  # noqa: ANN401  (a module)
     try:
         from faster_coco_eval.core import mask
     except ImportError as error:
-        what = f"masks of polygons need the package faster-coco-eval ({error})"
         raise UserError.at(
-            "data.masks", what, "pip install 'distdl[detection]'", code="not-installed"
+            "data.masks",
+            what=f"masks of polygons need the package faster-coco-eval ({error})",
+            remedy="pip install 'distdl[detection]'",
+            code="not-installed",
         ) from error
     return mask

@@ -202,9 +202,16 @@ class CocoMetric(Metric[Mapping[str, object], Sequence[Detections]]):
                 record: EvaluatedImage = json.loads(line)
                 before = images.setdefault(record["image"]["id"], record)
                 if before is not record and before["truth"] != record["truth"]:
-                    what = f"two images of the validation data have the id {record['image']['id']}"
                     raise UserError(
-                        Problem("data", what, "give each image an id of its own", code="ambiguous")
+                        Problem(
+                            "data",
+                            what=(
+                                "two images of the validation data have the id "
+                                f"{record['image']['id']}"
+                            ),
+                            remedy="give each image an id of its own",
+                            code="ambiguous",
+                        )
                     )
         numbers: dict[str, float] = {"samples": float(len(images))}
         categories: list[dict[str, int | str | float]] = [
@@ -236,12 +243,11 @@ class CocoMetric(Metric[Mapping[str, object], Sequence[Detections]]):
             for each in record["truth"]:
                 if not each.get(named):
                     where = f"image {record['image']['id']}, annotation {each.get('id', '?')}"
-                    what = f"{where}: it has no {named}, with which detections are compared"
                     raise UserError(
                         Problem(
                             "data",
-                            what,
-                            "a detector without masks, or other data",
+                            what=f"{where}: it has no {named}, with which detections are compared",
+                            remedy="a detector without masks, or other data",
                             code="incomplete",
                         )
                     )
@@ -251,9 +257,13 @@ def refuse_unknown_sigmas(points: int, sigmas: Sequence[float] | None) -> None:
     """Raises UserError if COCO's OKS cannot be computed for so many keypoints."""
     known = COCOS_KEYPOINTS if sigmas is None else len(sigmas)
     if points != known:
-        what = f"the network has {points} keypoints, and {known} sigmas are known for OKS"
         remedy = f"give one for each: model.keypoint_sigmas=[{', '.join(['0.05'] * min(points, 3))}"
-        raise UserError.at("model.keypoint_sigmas", what, f"{remedy}, ...]", code="mismatch")
+        raise UserError.at(
+            "model.keypoint_sigmas",
+            what=f"the network has {points} keypoints, and {known} sigmas are known for OKS",
+            remedy=f"{remedy}, ...]",
+            code="mismatch",
+        )
 
 
 @dataclass(frozen=True)

@@ -82,16 +82,25 @@ def cut_at(names: Sequence[str], starts: Sequence[str], pieces: int) -> list[int
     for name in starts:
         if name not in names:
             near = closest(str(name), list(names))
-            remedy = f"did you mean {near}?" if near else f"one of {', '.join(names)}"
-            raise UserError.at(path, f"the model has no block {name!r}", remedy, code="incomplete")
+            raise UserError.at(
+                path,
+                what=f"the model has no block {name!r}",
+                remedy=f"did you mean {near}?" if near else f"one of {', '.join(names)}",
+                code="incomplete",
+            )
     bounds = [0, *(names.index(name) for name in starts), len(names)]
     if sorted(set(bounds)) != bounds:
-        what = "the blocks are not in the model's order, or include its first block"
-        raise UserError.at(path, what, code="mismatch")
-    if len(starts) != pieces - 1:
-        what = f"names {len(starts)} blocks, and {pieces} pieces need {pieces - 1}"
         raise UserError.at(
-            path, what, "name the first block of each piece except the first piece", code="mismatch"
+            path,
+            what="the blocks are not in the model's order, or include its first block",
+            code="mismatch",
+        )
+    if len(starts) != pieces - 1:
+        raise UserError.at(
+            path,
+            what=f"names {len(starts)} blocks, and {pieces} pieces need {pieces - 1}",
+            remedy="name the first block of each piece except the first piece",
+            code="mismatch",
         )
     return bounds
 

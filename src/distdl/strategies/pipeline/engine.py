@@ -124,9 +124,12 @@ class Engine:
         """
         rows = len(inputs)
         if rows % self.micro_batches:
-            what = f"a batch of {rows} does not divide into {self.micro_batches} micro-batches"
-            remedy = f"a batch size that {self.micro_batches} divides, and drop_last=True"
-            raise UserError.at("strategy.micro_batches", what, remedy, code="indivisible")
+            raise UserError.at(
+                "strategy.micro_batches",
+                what=f"a batch of {rows} does not divide into {self.micro_batches} micro-batches",
+                remedy=f"a batch size that {self.micro_batches} divides, and drop_last=True",
+                code="indivisible",
+            )
         schedule, sizes = self._prepared(inputs, training=True)
         self._set_mode_of_unnamed(True)
         keywords = {}

@@ -78,12 +78,15 @@ def check_chain(module: LightningModule, blocks: Sequence[Block], inputs: torch.
             chained = part(chained)
     if not isinstance(expected, torch.Tensor) or not isinstance(chained, torch.Tensor):
         raise UserError.at(
-            "strategy", "the model's forward must return one tensor", code="incomplete"
+            "strategy", what="the model's forward must return one tensor", code="incomplete"
         )
     if expected.shape != chained.shape or not expected.allclose(chained, rtol=1e-3, atol=1e-5):
-        what = "the blocks that pipeline_blocks() returns compute another result than forward"
-        remedy = "return everything that forward applies, in the same order"
-        raise UserError.at("strategy", what, remedy, code="mismatch")
+        raise UserError.at(
+            "strategy",
+            what="the blocks that pipeline_blocks() returns compute another result than forward",
+            remedy="return everything that forward applies, in the same order",
+            code="mismatch",
+        )
 
 
 @contextmanager
@@ -164,10 +167,14 @@ def _one_round(
                 raise
             raise UserError.at(
                 "strategy.micro_batches",
-                f"batch norm in {block.name} gets only one value per channel from a micro-batch of "
-                f"{len(x)} sample",
-                "model.norm=group, or larger micro-batches: fewer of them, or a larger "
-                "data.batch_size",
+                what=(
+                    f"batch norm in {block.name} gets only one value per channel from a "
+                    f"micro-batch of {len(x)} sample"
+                ),
+                remedy=(
+                    "model.norm=group, or larger micro-batches: fewer of them, or a larger "
+                    "data.batch_size"
+                ),
                 code="not-enough",
             ) from error
         del copied

@@ -63,9 +63,14 @@ def blocks_in(module: nn.Module) -> list[Block]:
     """
     missing = [f"no {name}()" for name in CONTRACT if not hasattr(module, name)]
     if missing:
-        what = f"{type(module).__name__} cannot be split into stages: it has {', '.join(missing)}"
-        remedy = "add them (docs/strategies/pipeline.md), or write strategy=ddp"
-        raise UserError.at("strategy", what, remedy, code="unsupported")
+        raise UserError.at(
+            "strategy",
+            what=(
+                f"{type(module).__name__} cannot be split into stages: it has {', '.join(missing)}"
+            ),
+            remedy="add them (docs/strategies/pipeline.md), or write strategy=ddp",
+            code="unsupported",
+        )
     blocks: list[list[NamedBlock]] = [[]]
     for name, part in module.pipeline_blocks():  # type: ignore[operator]
         if _has_weights(part) and any(_has_weights(p) for _, p in blocks[-1]):
@@ -103,7 +108,7 @@ def _check_parameters(module: nn.Module, blocks: Sequence[Block]) -> None:
 
 def _refused(what: str) -> UserError:
     what = f"the model cannot be split into stages: {what}"
-    return UserError.at("strategy", what, "strategy=ddp", code="unsupported")
+    return UserError.at("strategy", what=what, remedy="strategy=ddp", code="unsupported")
 
 
 class Elsewhere(nn.Module):

@@ -95,15 +95,28 @@ def check(node: Mapping[str, Any], context: Mapping[str, Any]) -> Iterator[Probl
     unfit = list(problems(node, context["world_size"]))
     yield from unfit
     if str(trainer.get("precision")) in ("16", "16-mixed", "16-true"):
-        what = "a pipeline does not train in fp16: the stages would scale their losses differently"
-        yield Problem("", what, "trainer.precision=bf16-mixed", code="unsupported")
+        yield Problem(
+            "",
+            what=(
+                "a pipeline does not train in fp16: the stages would scale their losses differently"
+            ),
+            remedy="trainer.precision=bf16-mixed",
+            code="unsupported",
+        )
     if node.get("schedule") == "zero_bubble" and not splits_backward():
-        what = f"zero_bubble needs torch {ZERO_BUBBLE_SINCE} or later, and this is an older one"
-        yield Problem("schedule", what, "strategy.schedule=interleaved", code="unsupported")
+        yield Problem(
+            "schedule",
+            what=f"zero_bubble needs torch {ZERO_BUBBLE_SINCE} or later, and this is an older one",
+            remedy="strategy.schedule=interleaved",
+            code="unsupported",
+        )
     if trainer.get("sync_batchnorm"):
-        what = "batch norm cannot be synchronised: each stage sees one micro-batch at a time"
-        remedy = "trainer.sync_batchnorm=false; model.norm=group does not depend on the batch"
-        yield Problem("", what, remedy, code="unsupported")
+        yield Problem(
+            "",
+            what="batch norm cannot be synchronised: each stage sees one micro-batch at a time",
+            remedy="trainer.sync_batchnorm=false; model.norm=group does not depend on the batch",
+            code="unsupported",
+        )
     yield from layerwise.refuse_some_layers(*layerwise.of_config(config))
     if not unfit and not [*PIPELINE.problems(node, context["world_size"])]:
         stages = node.get("stages") or context["world_size"]
@@ -121,15 +134,26 @@ def problems(node: Mapping[str, Any], world_size: int) -> Iterator[Problem]:
     if isinstance(cut, str) and cut not in BALANCES:
         near = closest(cut, BALANCES)
         listed = "measured, parameters, or a list of blocks: strategy.balance=[network.layer3.0]"
-        remedy = f"did you mean strategy.balance={near}?" if near else listed
-        yield Problem("balance", f"is {cut!r}", remedy, code="wrong-choice")
+        yield Problem(
+            "balance",
+            what=f"is {cut!r}",
+            remedy=f"did you mean strategy.balance={near}?" if near else listed,
+            code="wrong-choice",
+        )
     stages = node.get("stages") or world_size
     if world_size < 2 and not node.get("stages"):
-        what = "a pipeline needs at least two devices, and there is one"
-        yield Problem("", what, "trainer.devices=2", code="not-enough")
+        yield Problem(
+            "",
+            what="a pipeline needs at least two devices, and there is one",
+            remedy="trainer.devices=2",
+            code="not-enough",
+        )
     elif stages < 2:
         yield Problem(
-            "stages", "a pipeline needs at least two stages", "strategy=ddp", code="not-enough"
+            "stages",
+            what="a pipeline needs at least two stages",
+            remedy="strategy=ddp",
+            code="not-enough",
         )
     elif not [*PIPELINE.problems(node, world_size)]:
         yield from _micro_batches(node, stages)
@@ -139,20 +163,26 @@ def _micro_batches(node: Mapping[str, Any], stages: int) -> Iterator[Problem]:
     schedule = node.get("schedule", "1f1b")
     count = node.get("micro_batches") or default_micro_batches(stages)
     if count < stages:
-        what = f"{count} are too few for {stages} stages: most of them would always wait"
-        remedy = f"strategy.micro_batches={default_micro_batches(stages)}, at least {stages}"
-        yield Problem("micro_batches", what, remedy, code="not-enough")
-    elif not _equal_rounds(count, stages, schedule):
-        what = f"{count} cannot form equal rounds of about {stages}, which {schedule=!s} needs"
         yield Problem(
             "micro_batches",
-            what,
-            f"strategy.micro_batches={count // stages * stages}",
+            what=f"{count} are too few for {stages} stages: most of them would always wait",
+            remedy=f"strategy.micro_batches={default_micro_batches(stages)}, at least {stages}",
+            code="not-enough",
+        )
+    elif not _equal_rounds(count, stages, schedule):
+        yield Problem(
+            "micro_batches",
+            what=f"{count} cannot form equal rounds of about {stages}, which {schedule=!s} needs",
+            remedy=f"strategy.micro_batches={count // stages * stages}",
             code="indivisible",
         )
     if schedule in SEVERAL_PIECES and (node.get("pieces_per_stage") or 2) < 2:
-        what = f"{schedule=!s} needs at least two"
-        yield Problem("pieces_per_stage", what, "strategy.pieces_per_stage=2", code="not-enough")
+        yield Problem(
+            "pieces_per_stage",
+            what=f"{schedule=!s} needs at least two",
+            remedy="strategy.pieces_per_stage=2",
+            code="not-enough",
+        )
 
 
 def _equal_rounds(count: int, stages: int, schedule: str) -> bool:
@@ -168,9 +198,12 @@ def _batch(node: Mapping[str, Any], stages: int, rows: object) -> Iterator[Probl
         fit = [n for n in counts if _equal_rounds(n, stages, schedule)]
         near = min(fit, key=lambda n: abs(n - count), default=None)
         more = f"strategy.micro_batches={near}, or " if near else ""
-        what = f"data.batch_size={rows} does not divide into {count} micro-batches"
-        remedy = f"{more}data.batch_size={max(2, round(rows / count)) * count}"
-        yield Problem("micro_batches", what, remedy, code="indivisible")
+        yield Problem(
+            "micro_batches",
+            what=f"data.batch_size={rows} does not divide into {count} micro-batches",
+            remedy=f"{more}data.batch_size={max(2, round(rows / count)) * count}",
+            code="indivisible",
+        )
 
 
 def _model(node: Mapping[str, Any], stages: int, model: object) -> Iterator[Problem | str]:
@@ -179,7 +212,10 @@ def _model(node: Mapping[str, Any], stages: int, model: object) -> Iterator[Prob
         return
     if model.get("compile") not in (None, False, "auto"):
         yield Problem(
-            "", "cannot compile the stages of a pipeline", "model.compile=false", code="unsupported"
+            "",
+            what="cannot compile the stages of a pipeline",
+            remedy="model.compile=false",
+            code="unsupported",
         )
     try:
         module = build_on_meta(targets_own(model))
@@ -211,9 +247,14 @@ def too_many(stages: int, per_stage: int, blocks: int) -> Iterator[Problem]:
     what = f"{stages} stages{pieces} are more than the {blocks} blocks of the model"
     if several and most > 1:
         yield Problem(
-            "pieces_per_stage", what, f"at most strategy.pieces_per_stage={most}", code="not-enough"
+            "pieces_per_stage",
+            what=what,
+            remedy=f"at most strategy.pieces_per_stage={most}",
+            code="not-enough",
         )
     else:
         fewer = " strategy.pieces_per_stage=2" if per_stage > 2 else ""
         most = blocks // 2 if several else blocks
-        yield Problem("stages", what, f"at most strategy.stages={most}{fewer}", code="not-enough")
+        yield Problem(
+            "stages", what=what, remedy=f"at most strategy.stages={most}{fewer}", code="not-enough"
+        )

@@ -121,9 +121,11 @@ class PipelineStrategy(StagedStrategy):
         """Cuts the module; called once by the Splitter."""
         module = trainer.lightning_module
         if str(trainer.precision).startswith("16"):
-            what = "a pipeline does not train in fp16"
             raise UserError.at(
-                "trainer.precision", what, "trainer.precision=bf16-mixed", code="unsupported"
+                "trainer.precision",
+                what="a pipeline does not train in fp16",
+                remedy="trainer.precision=bf16-mixed",
+                code="unsupported",
             )
         blocks = splitting.blocks_in(module)
         self._plan = partition_plan.make(self, trainer, blocks)

@@ -58,8 +58,12 @@ def found(names: Sequence[str]) -> Iterator[list[FoundRun]]:
             remedy = "name another run as well"
             if not is_remote(only.name):
                 remedy += f"; the page of one run: python -m distdl report {only.name}"
-            what = "is one run: there is nothing to compare it with"
-            raise UserError.at(only.name, what, remedy, code="incomplete")
+            raise UserError.at(
+                only.name,
+                what="is one run: there is nothing to compare it with",
+                remedy=remedy,
+                code="incomplete",
+            )
         yield list(runs.values())
 
 
@@ -90,11 +94,17 @@ def _in_store(uri: str, folder: Path) -> list[FoundRun]:
         for name, path in paths.items():
             _fetch(store, name, path)
     except StoreError as error:
-        raise UserError.at(store.uri, str(error), error.remedy, code=error.code) from None
+        raise UserError.at(
+            store.uri, what=str(error), remedy=error.remedy, code=error.code
+        ) from None
     runs = sorted(path.parent for path in folder.glob("**/config.yaml"))
     if not runs:
-        remedy = "name the folder of a run, or of a sweep"
-        raise UserError.at(store.uri, "holds no config.yaml of a run", remedy, code="not-found")
+        raise UserError.at(
+            store.uri,
+            what="holds no config.yaml of a run",
+            remedy="name the folder of a run, or of a sweep",
+            code="not-found",
+        )
     address = store.uri.rstrip("/")
     within = {run: run.relative_to(folder).as_posix() for run in runs}
     return [FoundRun(f"{address}/{within[run]}".removesuffix("/."), run) for run in runs]
@@ -103,7 +113,10 @@ def _in_store(uri: str, folder: Path) -> list[FoundRun]:
 def _fetch(store: Store, name: str, path: Path) -> None:
     size = store.size(name)
     if size is not None and size > MOST_BYTES:
-        what = f"has {size:,} bytes, and {MOST_BYTES:,} are read at most"
-        raise UserError.at(f"{store.uri}/{name}", what, code="out-of-range")
+        raise UserError.at(
+            f"{store.uri}/{name}",
+            what=f"has {size:,} bytes, and {MOST_BYTES:,} are read at most",
+            code="out-of-range",
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
     store.download(name, path)

@@ -75,16 +75,27 @@ def parsed(worse: Sequence[str], slower: str | None) -> list[RunLimit]:
         if metric and found:
             limits.append(_limit(WORSE, metric, found))
         else:
-            what = f"{text!r} is no METRIC:AMOUNT"
-            example = f"{WORSE} val/acc1:0.5%, where AMOUNT is {AMOUNTS}"
-            problems.append(Problem(WORSE, what, example, code="wrong-kind"))
+            problems.append(
+                Problem(
+                    WORSE,
+                    what=f"{text!r} is no METRIC:AMOUNT",
+                    remedy=f"{WORSE} val/acc1:0.5%, where AMOUNT is {AMOUNTS}",
+                    code="wrong-kind",
+                )
+            )
     if slower is not None:
         found = AMOUNT.fullmatch(slower)
         if found and found[2]:
             limits.append(_limit(SLOWER, SPEED, found, mode="max"))
         else:
-            what = f"{slower!r} is no share of a speed"
-            problems.append(Problem(SLOWER, what, f"{SLOWER} 5%", code="wrong-kind"))
+            problems.append(
+                Problem(
+                    SLOWER,
+                    what=f"{slower!r} is no share of a speed",
+                    remedy=f"{SLOWER} 5%",
+                    code="wrong-kind",
+                )
+            )
     if problems:
         raise UserError(*problems)
     return limits
@@ -105,9 +116,14 @@ def check(comparison: Comparison, limits: Sequence[RunLimit]) -> list[LimitResul
     first, *others = comparison.runs
     problems: list[Problem] = []
     if limits and first.state != JobState.SUCCEEDED:
-        what = f"{first.name} is {first.state}, so it is no measure for the others"
-        remedy = "name a run first that has succeeded"
-        problems.append(Problem(limits[0].flag, what, remedy, code="conflict"))
+        problems.append(
+            Problem(
+                limits[0].flag,
+                what=f"{first.name} is {first.state}, so it is no measure for the others",
+                remedy="name a run first that has succeeded",
+                code="conflict",
+            )
+        )
     results = []
     for limit in limits:
         problems += _problems(comparison, limit)
@@ -129,24 +145,38 @@ def _problems(comparison: Comparison, limit: RunLimit) -> Iterator[Problem]:
     flag, metric = limit.flag, limit.metric
     unmeasured = [run.name for run in comparison.runs if metric == SPEED and math.isnan(run.speed)]
     if unmeasured:
-        what = f"no speed was recorded in {', '.join(unmeasured)}"
-        remedy = f"no {flag}, or in a run that short trainer.log_every_n_steps=1"
-        yield Problem(flag, what, remedy, code="not-found")
+        yield Problem(
+            flag,
+            what=f"no speed was recorded in {', '.join(unmeasured)}",
+            remedy=f"no {flag}, or in a run that short trainer.log_every_n_steps=1",
+            code="not-found",
+        )
         return
     lacking = [run.name for run in comparison.runs if metric not in run.values]
     if lacking:
         known = ", ".join(comparison.metrics) or "nothing was logged"
-        what = f"{metric} was not logged by {first_few(lacking)}"
-        yield Problem(flag, what, f"one of: {known}", code="not-found")
+        yield Problem(
+            flag,
+            what=f"{metric} was not logged by {first_few(lacking)}",
+            remedy=f"one of: {known}",
+            code="not-found",
+        )
         return
     if not (limit.mode or comparison.mode(metric)):
-        what = f"nobody knows whether more or less of {metric} is better"
-        remedy = f"checkpoint.monitor={metric} checkpoint.mode=min|max says so, in the runs"
-        yield Problem(flag, what, remedy, code="ambiguous")
+        yield Problem(
+            flag,
+            what=f"nobody knows whether more or less of {metric} is better",
+            remedy=f"checkpoint.monitor={metric} checkpoint.mode=min|max says so, in the runs",
+            code="ambiguous",
+        )
     start = _value(comparison.runs[0], metric)
     if not math.isfinite(start) or (limit.is_share and start == 0):
-        what = f"{metric} of the first run is {start}, so that nothing is worse by a share of it"
-        yield Problem(flag, what, "name a run that has a value first", code="conflict")
+        yield Problem(
+            flag,
+            what=f"{metric} of the first run is {start}, so that nothing is worse by a share of it",
+            remedy="name a run that has a value first",
+            code="conflict",
+        )
 
 
 def _value(run: ComparedRun, metric: str) -> float:

@@ -36,9 +36,11 @@ def write(output: Path, comparison: Comparison, checked: Sequence[LimitResult], 
     try:
         write_text(output, text)
     except OSError as error:
-        what = f"cannot be written: {error.strerror}"
         raise UserError.at(
-            str(output), what, "choose another: --output FILE", code="not-writable"
+            str(output),
+            what=f"cannot be written: {error.strerror}",
+            remedy="choose another: --output FILE",
+            code="not-writable",
         ) from error
 
 

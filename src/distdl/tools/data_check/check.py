@@ -45,7 +45,9 @@ def check(options: argparse.Namespace) -> Answer:
     try:
         seen, rates = inspect(data, options)
     except StoreError as error:
-        raise UserError.at(data.uri, str(error), error.remedy, code=error.code) from error
+        raise UserError.at(
+            data.uri, what=str(error), remedy=error.remedy, code=error.code
+        ) from error
     every = sum(s.count for s in seen.values()) == data.count
     show.images(screen, seen, every, colours=data.categories is None)
     if data.categories is not None:

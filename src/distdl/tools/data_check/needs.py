@@ -57,15 +57,19 @@ def need(model: str, gpu: str, rate: float | None) -> Need:
     """
     if rate is not None:
         if rate <= 0:
-            raise UserError.at("--rate", f"must be more than 0, not {rate}", code="out-of-range")
+            raise UserError.at(
+                "--rate", what=f"must be more than 0, not {rate}", code="out-of-range"
+            )
         return Need(rate, "your measurement")
     remedy = "measure yours with data=synthetic: --rate 1500"
     for option, value, known in (("--model", model, MODELS), ("--gpu", gpu, GPUS)):
         if value not in known:
             close = closest(value, known)
-            what = f"no rate of {value} is known, only of {', '.join(known)}"
             raise UserError.at(
-                option, what, f"{option} {close}" if close else remedy, code="wrong-choice"
+                option,
+                what=f"no rate of {value} is known, only of {', '.join(known)}",
+                remedy=f"{option} {close}" if close else remedy,
+                code="wrong-choice",
             )
     published, source = GPUS[gpu]
     if model == "resnet50":

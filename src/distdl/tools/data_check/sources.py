@@ -207,7 +207,7 @@ def find(uri: str) -> DataAtUri:
         return _shards(open_data_set(uri, patience=PATIENCE), remote)
     except StoreError as error:
         where = uri.partition("?")[0]
-        raise UserError.at(where, str(error), error.remedy, code=error.code) from error
+        raise UserError.at(where, what=str(error), remedy=error.remedy, code=error.code) from error
     except UserError as error:  # its path is a run's data.root, which does not apply here
         if any(problem.path != "data.root" for problem in error.problems):
             raise
@@ -220,9 +220,11 @@ def _shards(data: DataSet, remote: bool) -> DataAtUri:
     for name, split in data.manifest.splits.items():
         content = store.read(split.index.name)
         if hashlib.sha256(content).hexdigest() != split.index.sha256:
-            what = f"{split.index.name} is not the index that {MANIFEST} describes"
             raise UserError.at(
-                store.uri, what, "copy or upload the data set again", code="wrong-kind"
+                store.uri,
+                what=f"{split.index.name} is not the index that {MANIFEST} describes",
+                remedy="copy or upload the data set again",
+                code="wrong-kind",
             )
         rows = load_index(content, f"{store.uri}/{split.index.name}", data.manifest.row)
         refuse_misfit(rows, data, name)
@@ -232,7 +234,10 @@ def _shards(data: DataSet, remote: bool) -> DataAtUri:
             if size != shard.bytes:
                 state = "is missing" if size is None else f"has {size} of {shard.bytes} bytes"
                 raise UserError.at(
-                    store.uri, f"{shard.name} {state}", "copy it again", code="incomplete"
+                    store.uri,
+                    what=f"{shard.name} {state}",
+                    remedy="copy it again",
+                    code="incomplete",
                 )
         splits[name] = SplitImages(rows["label"], rows["bytes"], len(names), rows, names)
     classes = data.manifest.classes
@@ -271,7 +276,7 @@ def _folder(folder: Path) -> DataAtUri:
     if not (folder / WORK).is_dir() and coco_layout.looks_like(folder):
         return _coco(folder)
     if (folder / WORK).is_dir() or not (folder / "train").is_dir():
-        raise UserError.at(str(folder), what, remedy, code="incomplete")
+        raise UserError.at(str(folder), what=what, remedy=remedy, code="incomplete")
     try:
         source = Folder(folder)
         samples = list(source.scan(lambda done, total: None))

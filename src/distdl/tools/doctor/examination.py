@@ -65,7 +65,9 @@ def examine(
         if rank == 0 and row.state == rows.WARN and not alone:
             log.warning("preflight: %s", row)
     if failed := [row for row in judged if row.state == rows.FAIL]:
-        raise Unfit(*(Problem(r.check, f"{r.where}: {r.measured}", r.remedy) for r in failed))
+        raise Unfit(
+            *(Problem(r.check, what=f"{r.where}: {r.measured}", remedy=r.remedy) for r in failed)
+        )
     states = Counter(row.state for row in judged)
     return {f"doctor/{state}": float(states[state]) for state in (rows.PASS, rows.WARN)}
 

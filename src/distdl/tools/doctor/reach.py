@@ -38,8 +38,12 @@ def rendezvous(environment: Environment, attempt: int) -> dist.Store:
     try:
         address = node.local_address(environment)
     except OSError as error:
-        what = f"{who} cannot reach the host of rank 0, {main}: {error.strerror}"
-        raise UserError.at("MASTER_ADDR", what, NAMES, code="unreachable") from error
+        raise UserError.at(
+            "MASTER_ADDR",
+            what=f"{who} cannot reach the host of rank 0, {main}: {error.strerror}",
+            remedy=NAMES,
+            code="unreachable",
+        ) from error
     if environment.rank:
         _await_rank_0(environment, who, main)
     try:
@@ -47,7 +51,9 @@ def rendezvous(environment: Environment, attempt: int) -> dist.Store:
         store = process_group.attempts_store(attempt, limit)
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         what = f"not all ranks came to {main} within {LISTEN_S:.0f} s: {str(error).splitlines()[0]}"
-        raise UserError.at("MASTER_PORT", f"{who}: {what}", OPEN, code="unreachable") from error
+        raise UserError.at(
+            "MASTER_PORT", what=f"{who}: {what}", remedy=OPEN, code="unreachable"
+        ) from error
     if environment.world_size > environment.local_world_size:
         _reach_all(environment, dist.PrefixStore("distdl/reach", store), address)
     store.set_timeout(process_group.TIMEOUT)
@@ -69,8 +75,12 @@ def _await_rank_0(environment: Environment, who: str, main: str) -> None:
         limit = LISTEN_S if refused else ANSWER_S
         if time.monotonic() - started > limit:
             reason = "nobody listens there" if refused else "no answer"
-            what = f"{who} cannot reach rank 0 at {main}: {reason}"
-            raise UserError.at("MASTER_PORT", what, OPEN, code="unreachable") from failure
+            raise UserError.at(
+                "MASTER_PORT",
+                what=f"{who} cannot reach rank 0 at {main}: {reason}",
+                remedy=OPEN,
+                code="unreachable",
+            ) from failure
         time.sleep(0.2)
 
 
@@ -92,7 +102,7 @@ def _reach_all(environment: Environment, store: dist.Store, address: str) -> Non
             store.set(f"problems/{environment.node_rank}", json.dumps(problems[:MOST]))
         every = [each for n in nodes for each in json.loads(store.get(f"problems/{n}"))]
     if every:
-        raise UserError.at("", "; ".join(every), OPEN, code="failed")
+        raise UserError.at("", what="; ".join(every), remedy=OPEN, code="failed")
 
 
 def _name_problems(host: str) -> Iterator[str]:

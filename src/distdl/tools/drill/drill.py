@@ -55,8 +55,12 @@ def subject_of(config: DictConfig, options: Namespace) -> Subject:
     given = {"--steps": options.steps, "--tolerance": options.tolerance or None}
     what = "is for trainings: distdl does not know what a program computes"
     if named := [name for name, value in given.items() if value is not None]:
-        remedy = "leave it out; how long the program runs, its own arguments say"
-        raise UserError.at(named[0], what, remedy, code="conflict")
+        raise UserError.at(
+            named[0],
+            what=what,
+            remedy="leave it out; how long the program runs, its own arguments say",
+            code="conflict",
+        )
     return OwnProgram()
 
 
@@ -64,15 +68,22 @@ def refuse(config: DictConfig, typed: Sequence[Override]) -> None:
     """Refuses what cannot be drilled, or run."""
     if not task_facts.of(config).trains:
         raise UserError.at(
-            "task", "only a training can be drilled", "task=train", code="unsupported"
+            "task", what="only a training can be drilled", remedy="task=train", code="unsupported"
         )
     _, _, launcher_class = launch.code_of(config)
     if not launch.runs_in_turn(launcher_class):
-        what = "its hosts cannot be reached from here, to kill processes on them"
-        raise UserError.at("launcher", what, "launcher=local, or launcher=mpi", code="unreachable")
+        raise UserError.at(
+            "launcher",
+            what="its hosts cannot be reached from here, to kill processes on them",
+            remedy="launcher=local, or launcher=mpi",
+            code="unreachable",
+        )
     if config.dry_run or sys.platform != "linux":
-        what = "a drill runs what it disturbs, on Linux: there is no dry run of it"
-        raise UserError.at("", what, code="incomplete")
+        raise UserError.at(
+            "",
+            what="a drill runs what it disturbs, on Linux: there is no dry run of it",
+            code="incomplete",
+        )
     launch.of(config, typed)  # checks the settings that a copy does not have, too
 
 

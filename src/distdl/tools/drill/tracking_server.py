@@ -32,7 +32,9 @@ class TrackingServer:
         while not self.answers():
             if self.process.poll() is not None:
                 raise Unfinished.at(
-                    "tracking_down", f"mlflow does not start: {folder}/server.log", code="failed"
+                    "tracking_down",
+                    what=f"mlflow does not start: {folder}/server.log",
+                    code="failed",
                 )
             time.sleep(0.2)
 

@@ -103,9 +103,11 @@ def _refuse_another(path: Path) -> None:
     except (OSError, ValueError, AttributeError):
         mine = False
     if not mine:
-        what = "is there already, and is no schema that this command wrote"
         raise UserError.at(
-            str(path), what, "move it, or name another folder", code="exists-already"
+            str(path),
+            what="is there already, and is no schema that this command wrote",
+            remedy="move it, or name another folder",
+            code="exists-already",
         )
 
 
@@ -115,14 +117,23 @@ def _changed(settings: Path, mapping: Mapping[str, list[str]], ours: str) -> str
         text = settings.read_text(encoding="utf-8") if settings.exists() else "{}"
         found: Any = json.loads(text)
     except (OSError, ValueError) as error:
-        what = f"cannot be changed without a loss, since it is no plain JSON: {error}"
         lines = json.dumps({KEY: mapping}, indent=2)
-        remedy = f"take the comments out of it, or name another folder and write into it:\n{lines}"
-        raise UserError.at(str(settings), what, remedy, code="unreadable") from error
+        raise UserError.at(
+            str(settings),
+            what=f"cannot be changed without a loss, since it is no plain JSON: {error}",
+            remedy=(
+                f"take the comments out of it, or name another folder and write into it:\n{lines}"
+            ),
+            code="unreadable",
+        ) from error
     entries = found.get(KEY, {}) if isinstance(found, dict) else None
     if not isinstance(entries, dict):
-        what = f"is no mapping, or its {KEY} is none"
-        raise UserError.at(str(settings), what, "correct it", code="wrong-type")
+        raise UserError.at(
+            str(settings),
+            what=f"is no mapping, or its {KEY} is none",
+            remedy="correct it",
+            code="wrong-type",
+        )
     others = {name: globs for name, globs in entries.items() if not name.startswith(f"{ours}/")}
     found[KEY] = {**others, **mapping}
     found.setdefault(VERSION, "1.1")

@@ -59,8 +59,12 @@ def largest_batch(config: DictConfig, devices: int, memory: float) -> Largest:
     batch = _solved(taken, machine.usable)
     if batch is None:
         needed = taken(1)
-        what = f"not one sample fits: {name} takes {gib(needed.total)} of {gib(memory)} GiB"
-        raise UserError.at(KEY, what, "docs/memory.md says what to try", code="not-enough")
+        raise UserError.at(
+            KEY,
+            what=f"not one sample fits: {name} takes {gib(needed.total)} of {gib(memory)} GiB",
+            remedy="docs/memory.md says what to try",
+            code="not-enough",
+        )
     found = taken(batch)
     return Largest(batch, f"{name} takes {gib(found.total)} of {gib(memory)} GiB")
 

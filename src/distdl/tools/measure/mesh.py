@@ -52,8 +52,12 @@ def rows_of(
     if meshed := of_mesh(config, measured, machine):
         rows[NAME] = meshed
     elif division_of(config.get("strategy")) is MESH and machine.devices > 1:
-        what = "its configure_model does not run without devices, so its memory is not known"
-        raise UserError.at("model", what, "task=benchmark measures it there", code="unsupported")
+        raise UserError.at(
+            "model",
+            what="its configure_model does not run without devices, so its memory is not known",
+            remedy="task=benchmark measures it there",
+            code="unsupported",
+        )
     return rows
 
 

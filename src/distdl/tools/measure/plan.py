@@ -87,7 +87,10 @@ def plan_strategy(
     notes, facts = validate.validate(config, size, folders=folders)
     if not config.get("optimizer") and not facts.get("model_configures_optimizers"):
         raise UserError.at(
-            "optimizer", "the run has none", "choose one, e.g. optimizer=sgd", code="incomplete"
+            "optimizer",
+            what="the run has none",
+            remedy="choose one, e.g. optimizer=sgd",
+            code="incomplete",
         )
     config.pop("hydra", None)
     if published.name_in(config):  # a step takes as long from random weights

@@ -49,11 +49,16 @@ def recompute_for(
     try:
         recomputed, after = taken("blocks")
     except UserError as error:
-        what = f"{needs}, and {error.problems[0].what}"
-        raise UserError.at(KEY, what, remedy, code="not-enough") from error
+        raise UserError.at(
+            KEY, what=f"{needs}, and {error.problems[0].what}", remedy=remedy, code="not-enough"
+        ) from error
     if after.total > memory:
-        what = f"{needs}, and {gib(after.total)} if all blocks recompute"
-        raise UserError.at(KEY, what, remedy, code="not-enough")
+        raise UserError.at(
+            KEY,
+            what=f"{needs}, and {gib(after.total)} if all blocks recompute",
+            remedy=remedy,
+            code="not-enough",
+        )
     work = recomputed.flops / plain.flops - 1 if plain.flops else 0.0
     rest = "" if after.fits(machine) else ", which leaves little for the allocator"
     reason = f"{needs} without it, and {gib(after.total)} with {100 * work:.0f}% more operations"

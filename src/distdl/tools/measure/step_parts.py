@@ -43,9 +43,12 @@ def a_batch(config: DictConfig) -> tuple[int, Any]:
         batch = source.on_before_batch_transfer(next(iter(source.train_dataloader())), 0)
         batch = source.on_after_batch_transfer(batch, 0)
     except Exception as error:  # the user's data module runs
-        what = f"no batch can be loaded here: {type(error).__name__}: {error}"
-        remedy = "plan with random images of the same size: data=synthetic data.image_size=..."
-        raise UserError.at("data", what, remedy, code="failed") from error
+        raise UserError.at(
+            "data",
+            what=f"no batch can be loaded here: {type(error).__name__}: {error}",
+            remedy="plan with random images of the same size: data=synthetic data.image_size=...",
+            code="failed",
+        ) from error
     return batch_size_of(batch) or 1, batch
 
 

@@ -64,7 +64,7 @@ def measure(config: DictConfig, global_batch: int) -> MeasuredStep:
         measured = _extrapolated(batch, samples, size, config, global_batch)
     except Exception as error:  # the user's module and data run
         raise UserError.at(
-            "model", f"a training step fails here: {_short(error)}", code="failed"
+            "model", what=f"a training step fails here: {_short(error)}", code="failed"
         ) from error
     measured.notes.append(f"measured on the CPU with {samples} samples and scaled ({why})")
     return measured

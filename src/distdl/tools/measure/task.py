@@ -70,8 +70,12 @@ class Benchmark(Task[Built]):
         for name, least in LEAST.items():
             value = node.get(name, least)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                what = f"must be an integer of at least {least}, not {value!r}"
-                yield Problem(name, what, f"task.{name}={least}", code="wrong-type")
+                yield Problem(
+                    name,
+                    what=f"must be an integer of at least {least}, not {value!r}",
+                    remedy=f"task.{name}={least}",
+                    code="wrong-type",
+                )
 
     def run(self, context: Built) -> Metrics:
         """Returns the main numbers, as `benchmark/...`."""

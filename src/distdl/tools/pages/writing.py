@@ -32,9 +32,11 @@ def output_of(to: str | None, folder: Path, verb: str) -> Path:
     if output.is_dir():
         output = output / f"{verb}.html"
     if output.exists() and mark_of(verb) not in output.read_text(errors="replace")[:PART]:
-        what = f"exists and is not a page of distdl {verb}, so it is not replaced"
         raise UserError.at(
-            str(output), what, "choose another name: --output FILE", code="exists-already"
+            str(output),
+            what=f"exists and is not a page of distdl {verb}, so it is not replaced",
+            remedy="choose another name: --output FILE",
+            code="exists-already",
         )
     return output
 

@@ -54,13 +54,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def open_source(options: argparse.Namespace) -> Coco:
     for name in ("max_side", "short_side", "quality"):
         if getattr(options, name) is not None:
-            what = "would change the images, whose boxes and masks are in pixels"
             raise UserError.at(
-                f"--{name.replace('_', '-')}", what, "leave it out", code="unsupported"
+                f"--{name.replace('_', '-')}",
+                what="would change the images, whose boxes and masks are in pixels",
+                remedy="leave it out",
+                code="unsupported",
             )
     if options.format != "shards":
-        what = "folders of classes hold no boxes"
-        raise UserError.at("--format", what, "--format shards", code="incomplete")
+        raise UserError.at(
+            "--format",
+            what="folders of classes hold no boxes",
+            remedy="--format shards",
+            code="incomplete",
+        )
     labels = _listed(options.labels)
     files = {split: _listed(getattr(options, split)) for split in SPLITS}
     images = {split: _listed(getattr(options, f"{split}_images")) for split in SPLITS}
@@ -85,13 +91,19 @@ def _find(
     splits = coco_layout.find(source, "--source", labels, annotations, images)
     for split, files in splits.items():
         if not files.images:
-            what = f"{source} has no images of {split}: no folder, and no zip"
-            raise UserError.at("--source", what, f"--{split}-images PATH", code="incomplete")
+            raise UserError.at(
+                "--source",
+                what=f"{source} has no images of {split}: no folder, and no zip",
+                remedy=f"--{split}-images PATH",
+                code="incomplete",
+            )
     if "train" in splits or "val" in splits or "test" in splits:
         return splits
-    what = f"{source} has no annotation file {' or '.join(f'{n}_train*.json' for n in labels)}"
     raise UserError.at(
-        "--source", what, f"it must hold {LAYOUT}; or name yours: --train JSON", code="incomplete"
+        "--source",
+        what=f"{source} has no annotation file {' or '.join(f'{n}_train*.json' for n in labels)}",
+        remedy=f"it must hold {LAYOUT}; or name yours: --train JSON",
+        code="incomplete",
     )
 
 
@@ -186,7 +198,7 @@ class Coco:
             Categories.of(annotations.categories)
         except ValueError as error:
             raise UserError.at(
-                "--source", f"the categories of {split}: {error}", code="damaged-file"
+                "--source", what=f"the categories of {split}: {error}", code="damaged-file"
             ) from error
         names = {c["id"]: c["name"] for c in annotations.categories}
         known = {c["id"]: c["name"] for c in self.categories}
@@ -195,9 +207,11 @@ class Coco:
         elif names and names != known:
             differing = sorted(names.items() ^ known.items())[:SHOWN]
             shown = ", ".join(f"{identity} {name!r}" for identity, name in differing)
-            what = f"the categories of {split} differ from those of the splits before: {shown}"
             raise UserError.at(
-                "--source", what, "all splits need the same ids and names", code="mismatch"
+                "--source",
+                what=f"the categories of {split} differ from those of the splits before: {shown}",
+                remedy="all splits need the same ids and names",
+                code="mismatch",
             )
 
     def _samples(
@@ -249,8 +263,12 @@ class Coco:
                 noun = plural("image", len(both))
                 what = f"{len(both):,} {noun} of {split} have ids that are in {out} already: "
                 ids = first_few([str(identity) for identity in both])
-                remedy = "give each image an id of its own"
-                raise UserError.at("--source", what + ids, remedy, code="ambiguous")
+                raise UserError.at(
+                    "--source",
+                    what=what + ids,
+                    remedy="give each image an id of its own",
+                    code="ambiguous",
+                )
 
     def read(self, sample: Sample) -> bytes:
         place, name, _, _, *inner = sample.where
@@ -277,9 +295,11 @@ class Coco:
         try:
             text = self._files.read(name, int(start), int(length))
         except OSError as error:
-            what = f"{self._records} is gone, or was changed: {error.strerror or error}"
             raise Unfinished.at(
-                "--to", what, "another --to, or remove this one", code="incomplete"
+                "--to",
+                what=f"{self._records} is gone, or was changed: {error.strerror or error}",
+                remedy="another --to, or remove this one",
+                code="incomplete",
             ) from error
         if text.startswith(WRONG):
             raise ValueError(text.removeprefix(WRONG).decode())
@@ -335,26 +355,32 @@ class CheckedSplit:
         problems = []
         if count := len(self.missing):
             are = "are" if count > 1 else "is"
-            what = (
-                f"{count:,} {plural('image', count)} of {self.split} {are} not in {folder}: "
-                f"{_some(self.missing)}"
-            )
             remedy = f"--{self.split}-images PATH, if they are elsewhere; "
             problems.append(
                 Problem(
                     "--source",
-                    what,
-                    remedy + "to leave them out: --skip-damaged",
+                    what=(
+                        f"{count:,} {plural('image', count)} of {self.split} {are} not in "
+                        f"{folder}: "
+                        f"{_some(self.missing)}"
+                    ),
+                    remedy=remedy + "to leave them out: --skip-damaged",
                     code="incomplete",
                 )
             )
         if count := len(self.wrong):
-            what = (
-                f"the annotations of {count:,} {plural('image', count)} of {self.split} cannot be "
-                f"used: {_some(self.wrong)}"
+            problems.append(
+                Problem(
+                    "--source",
+                    what=(
+                        f"the annotations of {count:,} {plural('image', count)} of {self.split} "
+                        "cannot be "
+                        f"used: {_some(self.wrong)}"
+                    ),
+                    remedy="correct the annotation file; to leave these images out: --skip-damaged",
+                    code="damaged-file",
+                )
             )
-            remedy = "correct the annotation file; to leave these images out: --skip-damaged"
-            problems.append(Problem("--source", what, remedy, code="damaged-file"))
         if problems:
             raise UserError(*problems)
 

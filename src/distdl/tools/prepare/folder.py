@@ -49,19 +49,25 @@ class Folder:
             remedy = "it must hold train/<class>/ and val/<class>/"
             if not folder.is_dir():
                 raise UserError(no_folder(folder, unpacking.first(folder) + remedy))
-            raise UserError.at("--source", what, remedy, code="incomplete")
+            raise UserError.at("--source", what=what, remedy=remedy, code="incomplete")
         self.classes = class_names(folder / self.splits[0])
         val = class_names(folder / self.splits[-1])
         if not val and (kaggle := kaggle_below(folder)):
-            what = f"{folder} is ImageNet as Kaggle has it: val/ has no class folders"
             source = f"--source {shlex.quote(str(kaggle))}"
-            raise UserError.at("--source", what, f"prepare imagenet {source}", code="incomplete")
+            raise UserError.at(
+                "--source",
+                what=f"{folder} is ImageNet as Kaggle has it: val/ has no class folders",
+                remedy=f"prepare imagenet {source}",
+                code="incomplete",
+            )
         if self.classes != val:
             raise UserError(different_classes("--source", self.classes, val))
         if not self.classes:
-            remedy = "it must hold train/<class>/ and val/<class>/"
             raise UserError.at(
-                "--source", f"{folder / 'train'} has no class folder", remedy, code="incomplete"
+                "--source",
+                what=f"{folder / 'train'} has no class folder",
+                remedy="it must hold train/<class>/ and val/<class>/",
+                code="incomplete",
             )
 
     @cached_property

@@ -134,16 +134,20 @@ class ImageNet:
                             progress(where[1], size)
             except tarfile.TarError as error:
                 known = f" (its MD5 is {TARS[split][1]})" if path.name == TARS[split][0] else ""
-                remedy = f"download it again{known}"
                 raise UserError.at(
-                    "--source", f"{path} is damaged: {error}", remedy, code="damaged-file"
+                    "--source",
+                    what=f"{path} is damaged: {error}",
+                    remedy=f"download it again{known}",
+                    code="damaged-file",
                 ) from None
 
     def _check(self, counts: Counter[str]) -> None:
         for split, noun in (("train", "training"), ("val", "validation")):
             if not counts[split]:
                 raise UserError.at(
-                    "--source", f"{self.folder} has no {noun} images of ImageNet", code="incomplete"
+                    "--source",
+                    what=f"{self.folder} has no {noun} images of ImageNet",
+                    code="incomplete",
                 )
         if dict(counts) != COUNTS and not self.subset:
             nouns = {"classes": "classes", "train": "training images", "val": "validation images"}
@@ -152,8 +156,12 @@ class ImageNet:
                 for name, wanted in COUNTS.items()
                 if counts[name] != wanted
             )
-            remedy = "download the tars again, or accept these counts: --subset"
-            raise UserError.at("--source", f"{self.folder} has {what}", remedy, code="mismatch")
+            raise UserError.at(
+                "--source",
+                what=f"{self.folder} has {what}",
+                remedy="download the tars again, or accept these counts: --subset",
+                code="mismatch",
+            )
 
 
 def val_class(name: str) -> str:
@@ -184,15 +192,21 @@ def _part(folder: Path, split: str) -> Path:
     for path in sorted(folder.glob(f"{tar.stem}.t*")):
         refuse_compressed(path)
     if kaggle := kaggle_below(folder):
-        what = f"{folder} holds ImageNet in {kaggle.relative_to(folder)}/, as Kaggle has it"
         raise UserError.at(
-            "--source", what, f"--source {shlex.quote(str(kaggle))}", code="wrong-kind"
+            "--source",
+            what=f"{folder} holds ImageNet in {kaggle.relative_to(folder)}/, as Kaggle has it",
+            remedy=f"--source {shlex.quote(str(kaggle))}",
+            code="wrong-kind",
         )
     remedy = f"the tars are available, for research, at {DOWNLOADS}"
     if not folder.is_dir():
         raise UserError(no_folder(folder, remedy))
-    what = f"{folder} holds neither {tar.name} nor {split}/"
-    raise UserError.at("--source", what, remedy, code="incomplete")
+    raise UserError.at(
+        "--source",
+        what=f"{folder} holds neither {tar.name} nor {split}/",
+        remedy=remedy,
+        code="incomplete",
+    )
 
 
 def refuse_compressed(path: Path, head: bytes = b"", inside: str = "") -> None:
@@ -210,7 +224,10 @@ def refuse_compressed(path: Path, head: bytes = b"", inside: str = "") -> None:
         what = f"{path} is compressed"
         remedy = unpacking.command(path, head)
     raise UserError.at(
-        "--source", f"{what}: images are read at their place in a tar", remedy, code="unsupported"
+        "--source",
+        what=f"{what}: images are read at their place in a tar",
+        remedy=remedy,
+        code="unsupported",
     )
 
 
@@ -267,8 +284,12 @@ def _wnid(name: str) -> str:
     """The class of an image: the folder or tar that it is in."""
     wnid = Path(name).parent.name
     if not WNID.fullmatch(wnid):
-        what = f"{name} is not in the tar or folder of a class (n01440764.tar or n01440764/)"
-        raise UserError.at("--source", what, "for other images: prepare folder", code="incomplete")
+        raise UserError.at(
+            "--source",
+            what=f"{name} is not in the tar or folder of a class (n01440764.tar or n01440764/)",
+            remedy="for other images: prepare folder",
+            code="incomplete",
+        )
     return wnid
 
 

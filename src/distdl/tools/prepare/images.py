@@ -90,28 +90,31 @@ class Treatment:
         for option, side in (sides | {"--max-pixels": self.max_pixels}).items():
             if side is not None and side < 1:
                 raise UserError.at(
-                    option, f"{side} is not a number of pixels", f"{option} 256", code="wrong-type"
+                    option,
+                    what=f"{side} is not a number of pixels",
+                    remedy=f"{option} 256",
+                    code="wrong-type",
                 )
         if self.quality is not None and not 1 <= self.quality <= 100:
             raise UserError.at(
                 "--quality",
-                f"{self.quality} is not from 1 to 100",
-                "--quality 90",
+                what=f"{self.quality} is not from 1 to 100",
+                remedy="--quality 90",
                 code="out-of-range",
             )
 
         if self.subsampling is not None and not self.lossy:
             raise UserError.at(
                 "--subsampling",
-                "is of images that are encoded again, and none is",
-                "add --quality 90 or --short-side 256, or leave it out",
+                what="is of images that are encoded again, and none is",
+                remedy="add --quality 90 or --short-side 256, or leave it out",
                 code="conflict",
             )
         if not 0 <= self.raw_fraction <= 1:
             raise UserError.at(
                 "--raw-fraction",
-                f"{self.raw_fraction} is not a share from 0 to 1",
-                "--raw-fraction 0.1",
+                what=f"{self.raw_fraction} is not a share from 0 to 1",
+                remedy="--raw-fraction 0.1",
                 code="out-of-range",
             )
 

@@ -104,7 +104,7 @@ class ParquetImages:
                     position = f"{path}: row {row} of row group {group}"
                     if label is None:
                         raise UserError.at(
-                            "--source", f"{position} has no {self._label}", code="incomplete"
+                            "--source", what=f"{position} has no {self._label}", code="incomplete"
                         )
                     number = numbers[label] if isinstance(label, str) else int(label)
                     if number < 0:
@@ -148,15 +148,20 @@ class ParquetImages:
             try:
                 import pyarrow.parquet as pq
             except ImportError as error:
-                what = "Parquet is read by pyarrow, which is not installed"
                 raise UserError.at(
-                    "--source", what, "pip install 'distdl[data]'", code="not-installed"
+                    "--source",
+                    what="Parquet is read by pyarrow, which is not installed",
+                    remedy="pip install 'distdl[data]'",
+                    code="not-installed",
                 ) from error
             try:
                 file = pq.ParquetFile(self._folder / name, page_checksum_verification=True)
             except (ValueError, OSError) as error:  # pyarrow's ArrowInvalid is a ValueError
-                what = f"{self._folder / name} is not a Parquet file: {error}"
-                raise UserError.at("--source", what, code="wrong-kind") from error
+                raise UserError.at(
+                    "--source",
+                    what=f"{self._folder / name} is not a Parquet file: {error}",
+                    code="wrong-kind",
+                ) from error
             self._file = name, file
         return self._file[1]
 
@@ -167,8 +172,13 @@ class ParquetImages:
             table = self._opened(name).read_row_group(group, columns=wanted)
             labels = table.column(self._label).to_pylist()
         except (KeyError, ValueError, OSError) as error:
-            what = f"{self._folder / name} cannot be read, or has no column {self._label}: {error}"
-            raise UserError.at("--source", what, code="unreadable") from error
+            raise UserError.at(
+                "--source",
+                what=(
+                    f"{self._folder / name} cannot be read, or has no column {self._label}: {error}"
+                ),
+                code="unreadable",
+            ) from error
         names: list[Any] = [""] * len(labels)
         if self._name and self._name.partition(".")[0] in table.column_names:
             names = table.column(self._name.partition(".")[0]).to_pylist()
@@ -251,12 +261,12 @@ def _chosen(
     if wanted is not None:
         if wanted not in fits:
             why = f"{wanted} holds no {data}" if wanted in schema.names else f"no column {wanted}"
-            raise UserError.at(option, f"{why}; the columns are {columns}", code="not-found")
+            raise UserError.at(option, what=f"{why}; the columns are {columns}", code="not-found")
         return wanted
     named = [name for name in usual if name in fits]
     if named or len(fits) == 1:
         return (named or fits)[0]
     candidates = "no column holds" if not fits else f"{len(fits)} columns may hold"
     raise UserError.at(
-        option, f"{candidates} {data}: {columns}", f"{option} NAME", code="ambiguous"
+        option, what=f"{candidates} {data}: {columns}", remedy=f"{option} NAME", code="ambiguous"
     )

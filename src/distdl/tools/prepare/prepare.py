@@ -104,32 +104,53 @@ def resumable() -> Iterator[None]:
 def check(options: argparse.Namespace, treatment: Treatment) -> None:
     """Raises UserError for everything that the options alone show to be wrong."""
     if "://" in options.to:
-        what = f"{options.to} is not a folder"
         raise UserError.at(
-            "--to", what, f"--to DIR --upload {shlex.quote(options.to)}", code="wrong-kind"
+            "--to",
+            what=f"{options.to} is not a folder",
+            remedy=f"--to DIR --upload {shlex.quote(options.to)}",
+            code="wrong-kind",
         )
     options.to = Path(options.to).expanduser()
     for name, least in (("workers", 1), ("seed", 0), ("shard_mb", 0.001)):
         if getattr(options, name) < least:
-            what = f"{getattr(options, name)} is less than {least}"
-            raise UserError.at(f"--{name.replace('_', '-')}", what, code="out-of-range")
+            raise UserError.at(
+                f"--{name.replace('_', '-')}",
+                what=f"{getattr(options, name)} is less than {least}",
+                code="out-of-range",
+            )
     if not math.isfinite(options.shard_mb):
-        what = f"{options.shard_mb} is not a size"
-        raise UserError.at("--shard-mb", what, "--shard-mb 128", code="out-of-range")
+        raise UserError.at(
+            "--shard-mb",
+            what=f"{options.shard_mb} is not a size",
+            remedy="--shard-mb 128",
+            code="out-of-range",
+        )
     treatment.check()
     if options.append and options.format != "shards":
-        what = "appends shards, and a folder of images needs none"
-        raise UserError.at("--append", what, "copy the images into the folder", code="conflict")
+        raise UserError.at(
+            "--append",
+            what="appends shards, and a folder of images needs none",
+            remedy="copy the images into the folder",
+            code="conflict",
+        )
     if options.upload:
         from distdl.stores import open_store
 
         if options.format != "shards":
-            what = "many small files are slow to read from a store"
-            raise UserError.at("--upload", what, "--format shards", code="conflict")
+            raise UserError.at(
+                "--upload",
+                what="many small files are slow to read from a store",
+                remedy="--format shards",
+                code="conflict",
+            )
         open_store(options.upload)  # refuses a wrong address now, not after hours
     if options.to.resolve().is_relative_to(options.source.resolve()):
-        what = f"{options.to} is inside the source, {options.source}"
-        raise UserError.at("--to", what, "name a folder outside of it: --to DIR", code="conflict")
+        raise UserError.at(
+            "--to",
+            what=f"{options.to} is inside the source, {options.source}",
+            remedy="name a folder outside of it: --to DIR",
+            code="conflict",
+        )
 
 
 def appended_to(manifest: Manifest) -> str:
@@ -202,9 +223,11 @@ def check_space(out: Path, missing: Sequence[Part], treatment: Treatment) -> Non
     free = shutil.disk_usage(out).free
     needed = sum(plans.in_tar(sample.bytes) for part in missing for _, sample in part.samples)
     if needed > free and not treatment.lossy:
-        what = f"the disk of {out} has {size(free)}, and {size(needed)} are needed"
         raise UserError.at(
-            "--to", what, "free some space, or choose another disk: --to DIR", code="not-enough"
+            "--to",
+            what=f"the disk of {out} has {size(free)}, and {size(needed)} are needed",
+            remedy="free some space, or choose another disk: --to DIR",
+            code="not-enough",
         )
 
 

@@ -53,24 +53,30 @@ def find_files(
         UserError: There is no such file, or a file's name does not show its split.
     """
     if not source.exists():
-        raise UserError.at("--source", f"no such folder: {source}", code="not-found")
+        raise UserError.at("--source", what=f"no such folder: {source}", code="not-found")
     folder = source if source.is_dir() else source.parent
     files = sorted(_below(folder, names, left_out)) if source.is_dir() else [source.name]
     if not files:
-        raise UserError.at("--source", f"{source} holds no file named {shown}", code="incomplete")
+        raise UserError.at(
+            "--source", what=f"{source} holds no file named {shown}", code="incomplete"
+        )
     if split is not None:
         return folder, dict.fromkeys(files, split)
     splits = {name: split_of(name) for name in files}
     for name, named in splits.items():
         if named is None:
-            what = f"{folder / name} has neither train nor validation in its name"
             raise UserError.at(
-                "--source", what, "--split train, if all files are for training", code="incomplete"
+                "--source",
+                what=f"{folder / name} has neither train nor validation in its name",
+                remedy="--split train, if all files are for training",
+                code="incomplete",
             )
     if not any(splits.values()):
-        what = f"{source} holds files of a test set only"
         raise UserError.at(
-            "--source", what, "--split val, to validate with them", code="incomplete"
+            "--source",
+            what=f"{source} holds files of a test set only",
+            remedy="--split val, to validate with them",
+            code="incomplete",
         )
     for name in (name for name, named in splits.items() if not named):
         left_out.add(name, "of a test set")
@@ -107,9 +113,13 @@ def _below(folder: Path, names: str, left_out: LeftOut) -> Iterator[str]:
 
 
 def no_class(sample: str, label: int) -> UserError:
-    remedy = "test sets have such labels: leave that file out, or give it a name with `test` in it"
     return UserError.at(
-        "--source", f"{sample} has the label {label}, which no class has", remedy, code="mismatch"
+        "--source",
+        what=f"{sample} has the label {label}, which no class has",
+        remedy=(
+            "test sets have such labels: leave that file out, or give it a name with `test` in it"
+        ),
+        code="mismatch",
     )
 
 
@@ -135,8 +145,14 @@ class Labelled:
         """
         known = self._names.setdefault(sample.label, class_name) if class_name else ""
         if known != class_name:
-            what = f"{sample.where[0]}: label {sample.label} is {class_name}, and {known} elsewhere"
-            raise UserError.at("--source", what, code="mismatch")
+            raise UserError.at(
+                "--source",
+                what=(
+                    f"{sample.where[0]}: label {sample.label} is {class_name}, "
+                    f"and {known} elsewhere"
+                ),
+                code="mismatch",
+            )
         name = sample.name or f"{sample.split}_{len(self._samples):08d}"
         self._samples.append(replace(sample, name=name))
 
@@ -153,7 +169,7 @@ class Labelled:
                 the same name.
         """
         if not self._samples:
-            raise UserError.at("--source", "its files hold no sample", code="incomplete")
+            raise UserError.at("--source", what="its files hold no sample", code="incomplete")
         known = dict(enumerate(names)) if names else self._names
         labels = {sample.label for sample in self._samples}
         if names:
@@ -161,18 +177,28 @@ class Labelled:
         low = min(labels)
         high = max(labels)
         if offset is None and low > 1:
-            what = f"labels go from {low} to {high}; do they count from 0 or from 1?"
-            raise UserError.at("--label-offset", what, "--label-offset 0, or 1", code="ambiguous")
+            raise UserError.at(
+                "--label-offset",
+                what=f"labels go from {low} to {high}; do they count from 0 or from 1?",
+                remedy="--label-offset 0, or 1",
+                code="ambiguous",
+            )
         self._offset = offset = low if offset is None else offset
         if low < offset:
-            what = f"is {offset}, but a sample has the label {low}"
-            raise UserError.at("--label-offset", what, f"--label-offset {low}", code="mismatch")
+            raise UserError.at(
+                "--label-offset",
+                what=f"is {offset}, but a sample has the label {low}",
+                remedy=f"--label-offset {low}",
+                code="mismatch",
+            )
         classes = [known.get(label, str(label - offset)) for label in range(offset, high + 1)]
         twice = sorted({name for name in classes if classes.count(name) > 1})
         if twice:
-            what = f"two labels have the name {twice[0]}"
             raise UserError.at(
-                "--source", what, "labels and names contradict each other", code="ambiguous"
+                "--source",
+                what=f"two labels have the name {twice[0]}",
+                remedy="labels and names contradict each other",
+                code="ambiguous",
             )
         return classes
 

@@ -113,8 +113,12 @@ def continued(plan: ShardPlan, data: DataSet) -> ShardPlan:
     planned = {"domain": CLASSIFICATION, **plan.contents}
     different = [key for key, value in now.items() if planned.get(key) != value]
     if different:
-        what = f"is of other {' and '.join(different)} than the data set"
-        raise UserError.at("--source", what, "prepare it into a folder of its own", code="mismatch")
+        raise UserError.at(
+            "--source",
+            what=f"is of other {' and '.join(different)} than the data set",
+            remedy="prepare it into a folder of its own",
+            code="mismatch",
+        )
     contents = {**plan.contents, "holds": _held(plan, manifest)} if plan.contents else {}
     classes = [*dict.fromkeys((*manifest.classes, *plan.classes))]
     label_of = [classes.index(name) for name in plan.classes]
@@ -153,8 +157,12 @@ def _held(plan: ShardPlan, manifest: Manifest) -> list[str]:
         labelled = name not in plan.contents.get("unlabelled", ())
         if labelled != before[name].labelled:
             ours, theirs = ("have", "have none") if labelled else ("lack", "have them")
-            what = f"its images of {name} {ours} annotations, and those of the data set {theirs}"
-            raise UserError.at("--source", what, remedy, code="mismatch")
+            raise UserError.at(
+                "--source",
+                what=f"its images of {name} {ours} annotations, and those of the data set {theirs}",
+                remedy=remedy,
+                code="mismatch",
+            )
     known = set(manifest.holds)
     if plan.contents.get("holds") is None or not splits & {"train", "val"}:  # no objects to compare
         return sorted(known)
@@ -167,8 +175,12 @@ def _held(plan: ShardPlan, manifest: Manifest) -> list[str]:
         differs = "train" not in splits and not known <= added
     if differs:
         ours, theirs = (", ".join(sorted(each)) or "boxes alone" for each in (added, known))
-        what = f"its objects have {ours}, and those of the data set {theirs}"
-        raise UserError.at("--source", what, remedy, code="mismatch")
+        raise UserError.at(
+            "--source",
+            what=f"its objects have {ours}, and those of the data set {theirs}",
+            remedy=remedy,
+            code="mismatch",
+        )
     return sorted(known & added)
 
 

@@ -128,8 +128,10 @@ def record_of(source: Source) -> SampleRecord | None:
 def no_folder(path: Path, remedy: str) -> Problem:
     """The problem of a --source that is not a folder."""
     if path.exists():
-        return Problem("--source", f"{path} is a file, not a folder", remedy, code="wrong-kind")
-    return Problem("--source", f"no such folder: {path}", remedy, code="not-found")
+        return Problem(
+            "--source", what=f"{path} is a file, not a folder", remedy=remedy, code="wrong-kind"
+        )
+    return Problem("--source", what=f"no such folder: {path}", remedy=remedy, code="not-found")
 
 
 def refuse_changed(
@@ -145,12 +147,15 @@ def refuse_changed(
     """
     if not mtime_ns or (stat.st_mtime_ns == mtime_ns and size in (None, stat.st_size)):
         return
-    what = f"{path} has changed since it was planned: other bytes would go into the data set"
-    remedy = (
-        "restore the file with its old time (cp -p) and repeat the command; or, to prepare the "
-        "changed files, use the same command with another --to"
+    raise Unfinished.at(
+        "--source",
+        what=f"{path} has changed since it was planned: other bytes would go into the data set",
+        remedy=(
+            "restore the file with its old time (cp -p) and repeat the command; or, to prepare the "
+            "changed files, use the same command with another --to"
+        ),
+        code="mismatch",
     )
-    raise Unfinished.at("--source", what, remedy, code="mismatch")
 
 
 def files_below(

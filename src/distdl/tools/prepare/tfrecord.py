@@ -145,7 +145,10 @@ def _records(files: Files, name: str) -> Iterator[tuple[int, int, Span, tuple[in
 def _bad(path: Path, start: int, what: str, remedy: str = "") -> UserError:
     remedy = remedy or "copy the file again from its source"
     return UserError.at(
-        "--source", f"{path}, record at byte {start}: {what}", remedy, code="damaged-file"
+        "--source",
+        what=f"{path}, record at byte {start}: {what}",
+        remedy=remedy,
+        code="damaged-file",
     )
 
 
@@ -227,9 +230,11 @@ def masked_crc(data: bytes) -> int:
     try:
         import google_crc32c
     except ImportError as error:
-        what = "TFRecords are checked by google-crc32c, which is not installed"
         raise UserError.at(
-            "--source", what, "pip install 'distdl[data]'", code="not-installed"
+            "--source",
+            what="TFRecords are checked by google-crc32c, which is not installed",
+            remedy="pip install 'distdl[data]'",
+            code="not-installed",
         ) from error
     crc = google_crc32c.value(data)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF

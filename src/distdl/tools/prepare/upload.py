@@ -45,9 +45,11 @@ def upload(out: Path, url: str, progress: Progress) -> None:
         for file in files:
             size = store.size(file.name)
             if size != file.bytes:
-                what = f"{file.name} has {size} bytes at {store.uri}, and {file.bytes} here"
                 raise Unfinished.at(
-                    "--upload", what, "remove it there and upload again", code="mismatch"
+                    "--upload",
+                    what=f"{file.name} has {size} bytes at {store.uri}, and {file.bytes} here",
+                    remedy="remove it there and upload again",
+                    code="mismatch",
                 )
         if store.size(MANIFEST) is None:
             store.upload(out / MANIFEST, MANIFEST)
@@ -65,7 +67,7 @@ def check_target(url: str, out: Path | None) -> None:
         store = open_store(url, patience=PATIENCE)
         if not is_remote(url) and Path(store.uri).is_file():
             raise UserError.at(
-                "--upload", f"{store.uri} is a file, not a folder", code="wrong-kind"
+                "--upload", what=f"{store.uri} is a file, not a folder", code="wrong-kind"
             )
         if out is None:
             _refuse(store, list(store.names()))
@@ -87,21 +89,28 @@ def _refuse(store: Store, others: list[str]) -> None:
         what = f"{store.uri} holds something else: {first_few(others)}"
         if MANIFEST in others:
             what = f"{store.uri} holds a prepared data set already"
-        raise UserError.at("--upload", what, "choose an empty folder", code="exists-already")
+        raise UserError.at(
+            "--upload", what=what, remedy="choose an empty folder", code="exists-already"
+        )
 
 
 def _failed(error: StoreError, again: str) -> Problem:
     """A store's error as a Problem, with the remedy `again` if the error is transient."""
-    remedy = error.remedy or again * error.transient
-    return Problem("--upload", str(error), remedy, code=error.code)
+    return Problem(
+        "--upload", what=str(error), remedy=error.remedy or again * error.transient, code=error.code
+    )
 
 
 def read_manifest(out: Path) -> Manifest:
     """The manifest in a folder; raises UserError if there is none."""
     path = out / MANIFEST
     if not path.is_file():
-        what = f"{out} is not a prepared data set: it has no {MANIFEST}"
-        raise UserError.at("--upload", what, "prepare it first", code="wrong-kind")
+        raise UserError.at(
+            "--upload",
+            what=f"{out} is not a prepared data set: it has no {MANIFEST}",
+            remedy="prepare it first",
+            code="wrong-kind",
+        )
     return Manifest.from_json(path.read_bytes(), str(path))
 
 
@@ -111,17 +120,23 @@ def _missing(store: Store, out: Path, files: list[File]) -> set[File]:
     stored = list(store.names())
     _refuse(store, sorted(set(stored) - known.keys() - {MANIFEST}))
     if MANIFEST in stored and store.read(MANIFEST) != (out / MANIFEST).read_bytes():
-        what = f"{store.uri} holds another prepared data set"
-        raise UserError.at("--upload", what, "choose an empty folder", code="exists-already")
+        raise UserError.at(
+            "--upload",
+            what=f"{store.uri} holds another prepared data set",
+            remedy="choose an empty folder",
+            code="exists-already",
+        )
     for name in filter(known.get, stored):
         # An index holds the sha256 of each sample: if the indexes are equal, so are the shards.
         same = store.size(name) == known[name].bytes
         if same and name.endswith(".npy"):
             same = hashlib.sha256(store.read(name)).hexdigest() == known[name].sha256
         if not same:
-            what = f"{store.uri} holds another {name}, perhaps from an unfinished upload"
             raise UserError.at(
-                "--upload", what, "choose an empty folder, or empty this one", code="exists-already"
+                "--upload",
+                what=f"{store.uri} holds another {name}, perhaps from an unfinished upload",
+                remedy="choose an empty folder, or empty this one",
+                code="exists-already",
             )
     return {file for name, file in known.items() if name not in stored}
 
@@ -148,9 +163,11 @@ class _Sending:
     def send(self, file: File) -> None:
         path = self.out / file.name
         if not path.exists() or difference(path, file):
-            what = f"{path} is {'damaged' if path.exists() else 'missing'}"
             raise Unfinished.at(
-                "--upload", what, "prepare the data set again, elsewhere", code="damaged-file"
+                "--upload",
+                what=f"{path} is {'damaged' if path.exists() else 'missing'}",
+                remedy="prepare the data set again, elsewhere",
+                code="damaged-file",
             )
         if not self._stop.is_set():
             self.store.upload(path, file.name, self._passed)

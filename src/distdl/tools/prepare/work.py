@@ -94,7 +94,10 @@ class Preparation:
         out = self.out
         if out.exists() and not out.is_dir():
             raise UserError.at(
-                "--to", f"{out} is not a folder", "name another: --to DIR", code="wrong-kind"
+                "--to",
+                what=f"{out} is not a folder",
+                remedy="name another: --to DIR",
+                code="wrong-kind",
             )
         if self.appends:
             return self._check_appending()
@@ -109,22 +112,30 @@ class Preparation:
             # A start that was killed during planning leaves only WORK.
             others = [path.name for path in out.iterdir() if path.name != WORK]
             if others:
-                what = f"{out} is not empty: {first_few(sorted(others))}"
                 raise UserError.at(
-                    "--to", what, "name a new folder: --to DIR", code="exists-already"
+                    "--to",
+                    what=f"{out} is not empty: {first_few(sorted(others))}",
+                    remedy="name a new folder: --to DIR",
+                    code="exists-already",
                 )
 
     def _check_appending(self) -> None:
         made = self._made()
         if not made:
-            what = f"{self.out} is no prepared data set of shards"
-            remedy = "prepare the first part without --append"
-            raise UserError.at("--append", what, remedy, code="not-found")
+            raise UserError.at(
+                "--append",
+                what=f"{self.out} is no prepared data set of shards",
+                remedy="prepare the first part without --append",
+                code="not-found",
+            )
         for different in self._differences([made, *made.get("appended", ())]):
             if not any(one.startswith("source.") for one in different) and not self.complete:
-                what = f"{self.out} holds the images of this source already"
-                remedy = "name other images: --source DIR"
-                raise UserError.at("--append", what, remedy, code="conflict")
+                raise UserError.at(
+                    "--append",
+                    what=f"{self.out} holds the images of this source already",
+                    remedy="name other images: --source DIR",
+                    code="conflict",
+                )
         if self.begun and plans.settings_of(self.plan_file) == made.get("settings"):
             self.tidy()  # a killed command left it, when the set was complete
         if self.begun and not self.complete:
@@ -138,7 +149,10 @@ class Preparation:
                 remedy = "prepare the changed source into a new folder (--to DIR), or first rm -r "
                 remedy += shlex.quote(str(self.out))
             raise UserError.at(
-                "--to", f"{self.out} {how}: {'; '.join(different)}", remedy, code="mismatch"
+                "--to",
+                what=f"{self.out} {how}: {'; '.join(different)}",
+                remedy=remedy,
+                code="mismatch",
             )
 
     @contextmanager
@@ -156,12 +170,18 @@ class Preparation:
                 self._check()
                 yield
         except Timeout:
-            what = f"another command is preparing {self.out} at this moment"
-            raise UserError.at("--to", what, "wait for it", code="under-way") from None
+            raise UserError.at(
+                "--to",
+                what=f"another command is preparing {self.out} at this moment",
+                remedy="wait for it",
+                code="under-way",
+            ) from None
         except OSError as error:
-            remedy = "fix that, and the same command resumes where it stopped"
             problem = Problem(
-                "--to", f"cannot write {self.out}: {error}", remedy, code="not-writable"
+                "--to",
+                what=f"cannot write {self.out}: {error}",
+                remedy="fix that, and the same command resumes where it stopped",
+                code="not-writable",
             )
             raise (Unfinished if self.begun else UserError)(problem) from error
 
@@ -187,9 +207,14 @@ class Preparation:
             else:
                 write_in_parallel(parts, writer, workers, advance)
         except BrokenProcessPool as error:
-            what = "a worker process was killed, perhaps for lack of memory"
-            remedy = "the same command resumes where it stopped; with fewer processes: --workers N"
-            raise Unfinished.at("--workers", what, remedy, code="not-enough") from error
+            raise Unfinished.at(
+                "--workers",
+                what="a worker process was killed, perhaps for lack of memory",
+                remedy=(
+                    "the same command resumes where it stopped; with fewer processes: --workers N"
+                ),
+                code="not-enough",
+            ) from error
 
     def finish(self, plan: ShardPlan, skip_damaged: bool) -> Result:
         """Writes the index and the manifest, once all parts are complete; returns their sum.
@@ -264,8 +289,12 @@ class Preparation:
         path = self.out / split.index.name
         data = path.read_bytes()
         if hashlib.sha256(data).hexdigest() != split.index.sha256:
-            what = f"{path} is not the index that {MANIFEST} describes"
-            raise Unfinished.at("--to", what, "copy it again", code="mismatch")
+            raise Unfinished.at(
+                "--to",
+                what=f"{path} is not the index that {MANIFEST} describes",
+                remedy="copy it again",
+                code="mismatch",
+            )
         return load_index(data, str(path), manifest.row)
 
     def class_count(self) -> int:
@@ -323,15 +352,14 @@ def _too_damaged(damaged: list[tuple[str, str]]) -> Problem:
     if len(damaged) > len(shown):
         shown.append(f"and {len(damaged) - len(shown)} more")
     noun = "image is" if len(damaged) == 1 else "images are"
-    remedy = (
-        "everything else is done. To leave them out: the same command with --skip-damaged\n    "
-        "If the same files can be read again: the same command\n    "
-        "If you put other images in their place: the same command with another --to"
-    )
     return Problem(
         "--source",
-        f"{len(damaged)} {noun} damaged: " + "\n    ".join(shown),
-        remedy,
+        what=f"{len(damaged)} {noun} damaged: " + "\n    ".join(shown),
+        remedy=(
+            "everything else is done. To leave them out: the same command with --skip-damaged\n    "
+            "If the same files can be read again: the same command\n    "
+            "If you put other images in their place: the same command with another --to"
+        ),
         code="damaged-file",
     )
 

@@ -121,7 +121,7 @@ class Writer:
             data, extension, oddity = self.treatment.apply(read, sample.name)
             beside = self._beside(sample, data)
         except Unwritten as error:  # its source is intact, so --skip-damaged is no remedy
-            raise UserError.at(sample.name, str(error), code="unsupported") from error
+            raise UserError.at(sample.name, what=str(error), code="unsupported") from error
         except (DamagedImage, ValueError, OSError) as error:
             # Python's own message would include the path on this machine.
             reason = getattr(error, "strerror", None) or str(error)

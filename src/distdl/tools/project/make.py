@@ -81,7 +81,7 @@ def make(folder: Path, task: str) -> NewProject:
     package = package_of(folder)
     parent = folder.absolute().parent
     if not parent.is_dir():
-        raise UserError.at(str(folder), f"there is no folder {parent}", code="not-found")
+        raise UserError.at(str(folder), what=f"there is no folder {parent}", code="not-found")
     _refuse_files_in(folder)
     written = content(folder.name, package, task)
     part = parent / f".{folder.name}.{uuid.uuid4().hex[:8]}.part"
@@ -93,8 +93,9 @@ def make(folder: Path, task: str) -> NewProject:
             folder.rmdir()  # an empty one
         part.rename(folder)
     except OSError as error:
-        what = f"cannot be written: {error.strerror or error}"
-        raise UserError.at(str(folder), what, code="not-writable") from error
+        raise UserError.at(
+            str(folder), what=f"cannot be written: {error.strerror or error}", code="not-writable"
+        ) from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
     with contextlib.chdir(folder):
@@ -132,14 +133,21 @@ def package_of(folder: Path) -> str:
     name = folder.name
     package = name.lower().replace("-", "_")
     if not _NAME.fullmatch(name) or keyword.iskeyword(package):
-        what = f"{name!r} cannot be the name of a package of Python"
-        remedy = "a letter, then letters, digits and underscores: distdl new project my_project"
-        raise UserError.at(str(folder), what, remedy, code="wrong-kind")
+        raise UserError.at(
+            str(folder),
+            what=f"{name!r} cannot be the name of a package of Python",
+            remedy="a letter, then letters, digits and underscores: distdl new project my_project",
+            code="wrong-kind",
+        )
     own = ("conf", "data", "outputs", "tests")
     found = package in own or package in sys.stdlib_module_names or _is_installed(package)
     if found:
-        what = f"{package} is the name of another module, which the project's would hide"
-        raise UserError.at(str(folder), what, f"distdl new project my_{package}", code="conflict")
+        raise UserError.at(
+            str(folder),
+            what=f"{package} is the name of another module, which the project's would hide",
+            remedy=f"distdl new project my_{package}",
+            code="conflict",
+        )
     return package
 
 
@@ -155,5 +163,9 @@ def _refuse_files_in(folder: Path) -> None:
     if not os.path.lexists(folder):
         return
     if folder.is_symlink() or not folder.is_dir() or any(folder.iterdir()):
-        what = "is there already, and nothing is overwritten"
-        raise UserError.at(str(folder), what, "choose another name", code="exists-already")
+        raise UserError.at(
+            str(folder),
+            what="is there already, and nothing is overwritten",
+            remedy="choose another name",
+            code="exists-already",
+        )

@@ -60,13 +60,21 @@ def fit(setting: Setting, measured: Mapping[int, float]) -> Fit:
     if 1 not in measured:
         problems.append(
             Problem(
-                "measured", "one device is missing", "measure one device, too", code="incomplete"
+                "measured",
+                what="one device is missing",
+                remedy="measure one device, too",
+                code="incomplete",
             )
         )
     if not inside:
-        what = "several devices of one node are missing"
-        remedy = f"measure 2 to {setting.devices_per_node} devices in one node"
-        problems.append(Problem("measured", what, remedy, code="incomplete"))
+        problems.append(
+            Problem(
+                "measured",
+                what="several devices of one node are missing",
+                remedy=f"measure 2 to {setting.devices_per_node} devices in one node",
+                code="incomplete",
+            )
+        )
     if problems:
         raise UserError(*problems)
     alone = replace(setting, step_seconds=measured[1], overhead_seconds=0.0)

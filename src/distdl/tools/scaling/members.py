@@ -95,9 +95,11 @@ class Member:
         state = jobs.state(last) if last else None
         path = shown(self.run.path)
         if state is not None and not configs.same_recipe(self.config, self.run.recipe()):
-            remedy = "choose another name=, or leave it out"
             raise UserError.at(
-                "name", f"{path} was measured with another config", remedy, code="mismatch"
+                "name",
+                what=f"{path} was measured with another config",
+                remedy="choose another name=, or leave it out",
+                code="mismatch",
             )
         if self.is_damaged():
             say(f"{self.name}: {shown(self.file)} could not be read")
@@ -215,11 +217,23 @@ def _composed(
     programs.refuse(first, "scale")
     batch = (first.get("data") or {}).get("batch_size")
     if choices.asks(first, "batch_size"):
-        what = "is auto, and members are compared at batches that are known"
-        return [], [Problem("data.batch_size", what, "data.batch_size=32", code="conflict")]
+        return [], [
+            Problem(
+                "data.batch_size",
+                what="is auto, and members are compared at batches that are known",
+                remedy="data.batch_size=32",
+                code="conflict",
+            )
+        ]
     if batch is None and any(mode == STRONG for *_, mode in wanted):
-        what = "strong scaling divides data.batch_size, which this data does not have"
-        return [], [Problem("--mode", what, "--mode weak", code="incomplete")]
+        return [], [
+            Problem(
+                "--mode",
+                what="strong scaling divides data.batch_size, which this data does not have",
+                remedy="--mode weak",
+                code="incomplete",
+            )
+        ]
     folder = first.name or f"scale-{configs.hash_of(chr(10).join(sorted(overrides)), 6)}"
     above = Path(first.output_dir).resolve() / str(first.experiment_name) / str(folder)
     members: dict[str, Member] = {}
@@ -264,12 +278,14 @@ def _refuse(overrides: Sequence[str]) -> None:
     with groups.hydra_session():
         keys = [o.key_or_group for o in grammar.parse_overrides(overrides)]
     problems = [
-        Problem(k, "is set by `scale`", remedies[k], code="reserved") for k in keys if k in remedies
+        Problem(k, what="is set by `scale`", remedy=remedies[k], code="reserved")
+        for k in keys
+        if k in remedies
     ]
     remedy = '--strategy "ddp strategy.comm_hook=bf16"'
     settings = ("strategy.",)
     problems += [
-        Problem(k, "belongs to a strategy", remedy, code="conflict")
+        Problem(k, what="belongs to a strategy", remedy=remedy, code="conflict")
         for k in keys
         if k.startswith(settings)
     ]
@@ -288,9 +304,12 @@ def _batch(node: Mapping[str, Any], world: int, mode: str, batch: int) -> str:
     shares = resources.replicas(node, world)
     total = batch * world if mode == WEAK else batch
     if total % shares:
-        what = f"a global batch of {total} does not divide by {shares} (strong scaling)"
-        remedy = f"data.batch_size={-(-total // shares) * shares}, or --mode weak"
-        raise UserError.at("data.batch_size", what, remedy, code="indivisible")
+        raise UserError.at(
+            "data.batch_size",
+            what=f"a global batch of {total} does not divide by {shares} (strong scaling)",
+            remedy=f"data.batch_size={-(-total // shares) * shares}, or --mode weak",
+            code="indivisible",
+        )
     return f"data.batch_size={total // shares}"
 
 

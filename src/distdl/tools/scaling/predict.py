@@ -176,11 +176,18 @@ def _group(setting: Setting, count: int) -> Group:
     per_node = min(setting.devices_per_node, count)
     full = count // per_node * per_node
     if count != full:
-        what = f"{count} devices do not fill nodes of {per_node}"
-        raise UserError.at("num_devices", what, f"{full} or {full + per_node}", code="indivisible")
+        raise UserError.at(
+            "num_devices",
+            what=f"{count} devices do not fill nodes of {per_node}",
+            remedy=f"{full} or {full + per_node}",
+            code="indivisible",
+        )
     if count % stages:
-        what = f"{count} devices do not divide into pipelines of {stages} stages"
-        raise UserError.at("num_devices", what, code="indivisible")
+        raise UserError.at(
+            "num_devices",
+            what=f"{count} devices do not divide into pipelines of {stages} stages",
+            code="indivisible",
+        )
     # Consecutive ranks are the stages of one pipeline (strategies/pipeline/stage_rules.py).
     together = per_node // stages if per_node % stages == 0 else 1
     return Group(count // stages, together, sharing=per_node // together)

@@ -85,9 +85,11 @@ def rented_of(vm: str | None, spot: bool, launcher: Mapping[str, Any]) -> Rented
     name = vm or launcher.get("vm_size")
     if not name:
         if spot:
-            remedy = "name a VM size too: --vm Standard_ND40rs_v2"
             raise UserError.at(
-                "--spot", "needs a VM size, and the launcher has none", remedy, code="incomplete"
+                "--spot",
+                what="needs a VM size, and the launcher has none",
+                remedy="name a VM size too: --vm Standard_ND40rs_v2",
+                code="incomplete",
             )
         return None
     size = vm_sizes.find(name)
@@ -95,7 +97,10 @@ def rented_of(vm: str | None, spot: bool, launcher: Mapping[str, Any]) -> Rented
         return None  # training works, but the price is unknown
     if size is None:
         raise UserError.at(
-            "--vm", f"no VM size {name!r} is known", vm_sizes.suggest(name), code="wrong-choice"
+            "--vm",
+            what=f"no VM size {name!r} is known",
+            remedy=vm_sizes.suggest(name),
+            code="wrong-choice",
         )
     spot = spot or (not vm and launcher.get("tier") in vm_sizes.SPOT)
     cost = size.spot_price_per_hour if spot else size.price_per_hour

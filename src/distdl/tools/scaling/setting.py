@@ -81,18 +81,19 @@ class Setting(Checked):
         if self.strategy == "pipeline":
             if self.pieces_per_stage > 1 and self.schedule not in SEVERAL_PIECES:
                 what = f"{self.pieces_per_stage} pieces need a schedule that interleaves them"
-                remedy = " or ".join(f"schedule='{name}'" for name in SEVERAL_PIECES)
                 yield Problem(
-                    "pieces_per_stage", f"{what}, not {self.schedule}", remedy, code="conflict"
+                    "pieces_per_stage",
+                    what=f"{what}, not {self.schedule}",
+                    remedy=" or ".join(f"schedule='{name}'" for name in SEVERAL_PIECES),
+                    code="conflict",
                 )
             return
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name in OF_A_PIPELINE and value != field.default:
-                what = f"{value} belongs to a pipeline, and {self.strategy} has none"
                 yield Problem(
                     field.name,
-                    what,
-                    f"strategy='pipeline', or omit {field.name}",
+                    what=f"{value} belongs to a pipeline, and {self.strategy} has none",
+                    remedy=f"strategy='pipeline', or omit {field.name}",
                     code="incomplete",
                 )

@@ -132,12 +132,23 @@ class SearchEngine:
     def _refuse_another(self, mine: str, directions: Sequence[Direction]) -> None:
         theirs = self.study.user_attrs.get(SEARCHED)
         if theirs not in (None, mine):
-            what = f"the study {self.study.study_name} has {_other(theirs, mine)}"
-            raise UserError.at("name", what, "choose another name=STUDY", code="mismatch")
+            raise UserError.at(
+                "name",
+                what=f"the study {self.study.study_name} has {_other(theirs, mine)}",
+                remedy="choose another name=STUDY",
+                code="mismatch",
+            )
         differs = [each.name.lower() for each in self.study.directions] != [*directions]
         if differs or (theirs is None and self.study.get_trials(deepcopy=False)):
-            what = f"the study {self.study.study_name} was made by another program than distdl tune"
-            raise UserError.at("name", what, "choose another name=STUDY", code="mismatch")
+            raise UserError.at(
+                "name",
+                what=(
+                    f"the study {self.study.study_name} was made by another program than distdl "
+                    "tune"
+                ),
+                remedy="choose another name=STUDY",
+                code="mismatch",
+            )
 
     @property
     def count(self) -> int | None:
@@ -338,20 +349,38 @@ def sampler_problems(name: str, spaces: Sequence[Space]) -> Iterator[Problem]:
         endless = [space.key for space in spaces if space.listed is None]
         counts = [len(space.listed or ()) for space in spaces]
         if endless:
-            what = f"{', '.join(endless)} has no values that can be listed: an interval has no step"
-            remedy = f"{endless[0]}=range(1,9) or {endless[0]}=a,b, or --sampler qmc"
-            yield Problem("--sampler grid", what, remedy, code="conflict")
+            yield Problem(
+                "--sampler grid",
+                what=(
+                    f"{', '.join(endless)} has no values that can be listed: "
+                    "an interval has no step"
+                ),
+                remedy=f"{endless[0]}=range(1,9) or {endless[0]}=a,b, or --sampler qmc",
+                code="conflict",
+            )
         elif math.prod(counts) > MOST_POINTS:
-            what = f"the grid has {math.prod(counts):,} points"
-            yield Problem("--sampler grid", what, "--sampler qmc", code="out-of-range")
+            yield Problem(
+                "--sampler grid",
+                what=f"the grid has {math.prod(counts):,} points",
+                remedy="--sampler qmc",
+                code="out-of-range",
+            )
     if name == "cmaes":
         chosen = [space.key for space in spaces if space.choices]
         if chosen:
-            what = f"searches numbers, and {', '.join(chosen)} is a choice"
-            yield Problem("--sampler cmaes", what, "--sampler tpe", code="conflict")
+            yield Problem(
+                "--sampler cmaes",
+                what=f"searches numbers, and {', '.join(chosen)} is a choice",
+                remedy="--sampler tpe",
+                code="conflict",
+            )
         if importlib.util.find_spec("cmaes") is None:
-            what = "needs the package cmaes"
-            yield Problem("--sampler cmaes", what, install("cmaes"), code="not-installed")
+            yield Problem(
+                "--sampler cmaes",
+                what="needs the package cmaes",
+                remedy=install("cmaes"),
+                code="not-installed",
+            )
 
 
 def _grid(spaces: Sequence[Space]) -> list[tuple[Value, ...]]:

@@ -64,9 +64,9 @@ def _lines(name: str) -> dict[str, str] | Problem:
     try:
         config = repository.load_config(f"{GROUP}/{name}").config
     except (YAMLError, OmegaConfBaseException) as error:
-        return Problem(path, f"cannot be read: {error}", example, code="unreadable")
+        return Problem(path, what=f"cannot be read: {error}", remedy=example, code="unreadable")
     if not isinstance(config, DictConfig) or not len(config):
-        return Problem(path, "has no lines", example, code="wrong-kind")
+        return Problem(path, what="has no lines", remedy=example, code="wrong-kind")
     values = OmegaConf.to_container(config, resolve=False)
     return {key: f"{key}={_text(value)}" for key, value in _leaves(values, "")}
 

@@ -115,12 +115,20 @@ def problem_of(config: DictConfig, searched: Sequence[str]) -> Problem | None:
     """Why trials of this config cannot be halved."""
     varied = [key for key in LENGTHS if key in searched]
     if varied:
-        what = f"needs trainings of one length, and {varied[0]} is searched"
-        return Problem("--pruner halving", what, "--pruner asha", code="conflict")
-    if validations_of(config) is None:
-        what = (
-            "must know how many validations a training has, and its length is no number of epochs"
+        return Problem(
+            "--pruner halving",
+            what=f"needs trainings of one length, and {varied[0]} is searched",
+            remedy="--pruner asha",
+            code="conflict",
         )
-        remedy = "trainer.max_epochs=9, without max_steps and max_time; or --pruner asha"
-        return Problem("--pruner halving", what, remedy, code="incomplete")
+    if validations_of(config) is None:
+        return Problem(
+            "--pruner halving",
+            what=(
+                "must know how many validations a training has, "
+                "and its length is no number of epochs"
+            ),
+            remedy="trainer.max_epochs=9, without max_steps and max_time; or --pruner asha",
+            code="incomplete",
+        )
     return None

@@ -57,12 +57,16 @@ def problems_of(words: Sequence[str]) -> Iterator[Problem]:
             yield _undirected(word, name)
     for word in dict.fromkeys(words):
         if words.count(word) > 1:
-            yield Problem(OPTION, f"names {word} twice", code="ambiguous")
+            yield Problem(OPTION, what=f"names {word} twice", code="ambiguous")
 
 
 def _undirected(word: str, name: str) -> Problem:
-    what = f"{word!r} does not say whether more of it is better, or less"
-    return Problem(OPTION, what, f"{OPTION} {name}:max or {OPTION} {name}:min", code="incomplete")
+    return Problem(
+        OPTION,
+        what=f"{word!r} does not say whether more of it is better, or less",
+        remedy=f"{OPTION} {name}:max or {OPTION} {name}:min",
+        code="incomplete",
+    )
 
 
 def chosen(words: Sequence[str], plan: Plan, typed: Collection[str]) -> list[Objective]:
@@ -96,7 +100,7 @@ def chosen(words: Sequence[str], plan: Plan, typed: Collection[str]) -> list[Obj
             found.append(own)
     names = [each.metric for each in found]
     for name in {name for name in names if names.count(name) > 1}:
-        problems.append(Problem(OPTION, f"names {name} twice", code="ambiguous"))
+        problems.append(Problem(OPTION, what=f"names {name} twice", code="ambiguous"))
     logged = [] if _has_own_callbacks(plan.config) else plan.metrics.get("logged") or []
     problems += _never_logged(found, logged, OPTION if words else MONITOR)
     if problems:
@@ -111,14 +115,22 @@ def _of_runs(
     monitor = settings.get("monitor")
     main, mode = known.get("main") or (DEFAULT, "max")
     if monitor is None:
-        what = "no metric judges the trials"
-        return Problem(MONITOR, what, f"{OPTION} val/acc1:max", code="missing-key")
+        return Problem(
+            MONITOR,
+            what="no metric judges the trials",
+            remedy=f"{OPTION} val/acc1:max",
+            code="missing-key",
+        )
     if monitor == main or (monitor == DEFAULT and MONITOR not in typed):
         direction = str(settings.get("mode")) if MODE in typed else mode
         return Objective(main, direction)
     if MONITOR in typed and MODE not in typed:
-        what = f"is missing: nobody says whether more of {monitor} is better, or less"
-        return Problem(MODE, what, f"{MODE}=min or {MODE}=max", code="missing-key")
+        return Problem(
+            MODE,
+            what=f"is missing: nobody says whether more of {monitor} is better, or less",
+            remedy=f"{MODE}=min or {MODE}=max",
+            code="missing-key",
+        )
     return Objective(str(monitor), str(settings.get("mode")))
 
 
@@ -140,8 +152,12 @@ def _never_logged(
     """
     for each in found:
         if logged and each.metric not in logged and not OF_TRAINING.fullmatch(each.metric):
-            what = f"{each.metric} is never logged; a validation logs {', '.join(logged)}"
-            yield Problem(where, what, instead(each, logged, where), code="not-found")
+            yield Problem(
+                where,
+                what=f"{each.metric} is never logged; a validation logs {', '.join(logged)}",
+                remedy=instead(each, logged, where),
+                code="not-found",
+            )
 
 
 def instead(objective: Objective, logged: Sequence[str], where: str = OPTION) -> str:

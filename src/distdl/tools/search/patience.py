@@ -48,8 +48,9 @@ class Patience:
 
 
 def unwritable(folder: Path, error: OSError) -> UserError:
-    what = f"cannot be written ({error.strerror or error})"
-    return UserError.at(shown(folder), what, code="not-writable")
+    return UserError.at(
+        shown(folder), what=f"cannot be written ({error.strerror or error})", code="not-writable"
+    )
 
 
 def try_store(folder: Path) -> None:

@@ -95,8 +95,12 @@ def _time_words(seconds: int | None, searched: Searched, typed: Collection[str])
     if seconds is None:
         return
     if MAX_TIME in typed or MAX_TIME in searched.keys:
-        what = f"is {MAX_TIME} of each trial, which is given as well"
-        raise UserError.at("--trial-budget", what, "one of the two", code="conflict")
+        raise UserError.at(
+            "--trial-budget",
+            what=f"is {MAX_TIME} of each trial, which is given as well",
+            remedy="one of the two",
+            code="conflict",
+        )
     yield f"{MAX_TIME}={configs.time_text(seconds)}"
 
 
@@ -105,8 +109,12 @@ def _refuse_hidden(plan: Plan) -> None:
     launcher = plan.launch.launcher
     remedy = launcher.hides_files(configs.plain(plan.config.launcher)) if launcher else ""
     if remedy:
-        what = "a search reads what its trials have logged, and cannot read what is in a volume"
-        raise UserError.at("launcher.store", what, remedy, code="unsupported")
+        raise UserError.at(
+            "launcher.store",
+            what="a search reads what its trials have logged, and cannot read what is in a volume",
+            remedy=remedy,
+            code="unsupported",
+        )
 
 
 def _key(word: str) -> str:

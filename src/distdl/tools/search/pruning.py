@@ -160,8 +160,12 @@ def of_engine(name: str | None, validations: int | None) -> Callable[[], BasePru
 def problems_of(name: str | None, metrics: Sequence[str]) -> Iterator[Problem]:
     """What is wrong with a pruner whatever the trials are. `metrics`: of `--metric`."""
     if name is not None and len(metrics) > 1:
-        what = "compares trials by one metric, and there are several objectives"
-        yield Problem(f"--pruner {name}", what, "one --metric, or no --pruner", code="conflict")
+        yield Problem(
+            f"--pruner {name}",
+            what="compares trials by one metric, and there are several objectives",
+            remedy="one --metric, or no --pruner",
+            code="conflict",
+        )
 
 
 def problems(
@@ -185,8 +189,14 @@ def problems(
     if problem := _out_of_reach(name, first, discards):
         return [problem]
     if not objectives[0].of_validation:
-        what = f"compares validations, and {objectives[0].metric} is no result of one"
-        return [Problem(flag, what, "--metric val/loss:min, or no --pruner", code="conflict")]
+        return [
+            Problem(
+                flag,
+                what=f"compares validations, and {objectives[0].metric} is no result of one",
+                remedy="--metric val/loss:min, or no --pruner",
+                code="conflict",
+            )
+        ]
     problem = halving.problem_of(first.config, searched) if name == HALVING else None
     if problem is None and not {*halving.LENGTHS} & {*searched}:
         problem = _too_short(flag, first.config)
@@ -201,15 +211,32 @@ def _out_of_reach(name: str, first: Plan, discards: bool) -> Problem | None:
     flag = f"--pruner {name}"
     node = configs.plain(first.config.launcher)
     if remedy := launcher.hides_trials(node):
-        what = "must follow trials and answer them while they train, which these settings prevent"
-        return Problem(flag, what, f"{remedy}, or no --pruner", code="unsupported")
+        return Problem(
+            flag,
+            what=(
+                "must follow trials and answer them while they train, which these settings prevent"
+            ),
+            remedy=f"{remedy}, or no --pruner",
+            code="unsupported",
+        )
     if name == HALVING and launcher.keeps_files_elsewhere(node):
-        what = "pauses trials at the end of a rung, and a verdict in a platform's store comes later"
-        return Problem(flag, what, "--pruner asha", code="unsupported")
+        return Problem(
+            flag,
+            what=(
+                "pauses trials at the end of a rung, "
+                "and a verdict in a platform's store comes later"
+            ),
+            remedy="--pruner asha",
+            code="unsupported",
+        )
     if discards and launcher.keeps_files_elsewhere(node):
-        what = "removes no checkpoints from a platform's store: delete them there"
         remove = "--pruned-checkpoints remove"
-        return Problem(remove, what, "--pruned-checkpoints keep", code="unsupported")
+        return Problem(
+            remove,
+            what="removes no checkpoints from a platform's store: delete them there",
+            remedy="--pruned-checkpoints keep",
+            code="unsupported",
+        )
     return None
 
 
@@ -220,5 +247,9 @@ def _too_short(flag: str, config: DictConfig) -> Problem | None:
         return None
     epochs = config.trainer.max_epochs
     length = f"{epochs} {plural('epoch', epochs)} with {count} {plural('validation', count)}"
-    what = f"has nothing to end early in {length}"
-    return Problem(flag, what, "trainer.max_epochs=9, or no --pruner", code="not-enough")
+    return Problem(
+        flag,
+        what=f"has nothing to end early in {length}",
+        remedy="trainer.max_epochs=9, or no --pruner",
+        code="not-enough",
+    )

@@ -363,13 +363,20 @@ class Search:
         for objective in self.engine.objectives:
             if trial.lacks(objective):
                 what = f"{objective.metric} is not logged; trial {trial.number} has logged "
-                remedy = f"{instead(objective, names)} name=STUDY: a study keeps its metric"
-                raise Unfinished.at(OPTION, what + ", ".join(names), remedy, code="not-found")
+                raise Unfinished.at(
+                    OPTION,
+                    what=what + ", ".join(names),
+                    remedy=f"{instead(objective, names)} name=STUDY: a study keeps its metric",
+                    code="not-found",
+                )
 
     def _refusal(self, trial: SearchTrial) -> UserError:
-        what = f"is refused, as the trials before it: {trial.error or f'see {shown(trial.log)}'}"
-        remedy = "change the command, and name=STUDY"
-        return Unfinished.at(f"trial {trial.number}", what, remedy, code="failed")
+        return Unfinished.at(
+            f"trial {trial.number}",
+            what=f"is refused, as the trials before it: {trial.error or f'see {shown(trial.log)}'}",
+            remedy="change the command, and name=STUDY",
+            code="failed",
+        )
 
     def _conclude(self, trial: SearchTrial, state: JobState) -> None:
         """Tells how the run of a trial ended."""

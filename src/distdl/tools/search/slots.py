@@ -54,8 +54,12 @@ def slots_of(plan: Plan, parallel: int | None) -> list[Slot]:
     size = plan.resources
     if not plan.launch.is_local:
         if plan.launch.in_turn and parallel not in (None, 1):
-            what = "has no queue, so its trials run one by one"
-            raise UserError.at("launcher", what, f"{FLAG} 1", code="unsupported")
+            raise UserError.at(
+                "launcher",
+                what="has no queue, so its trials run one by one",
+                remedy=f"{FLAG} 1",
+                code="unsupported",
+            )
         return [Slot(number) for number in range(parallel or 1)]
     if problems := [*_problems(plan, parallel)]:
         raise UserError(*problems)
@@ -74,20 +78,31 @@ def _problems(plan: Plan, parallel: int | None) -> Iterator[Problem]:
     if size.accelerator != "gpu" or parallel in (None, 1):
         return
     if size.device_ids is not None:
-        what = (
-            f"names the GPUs {', '.join(size.device_ids)}, and {parallel} trials would share them"
+        yield Problem(
+            "trainer.devices",
+            what=(
+                f"names the GPUs {', '.join(size.device_ids)}, "
+                f"and {parallel} trials would share them"
+            ),
+            remedy=(
+                f"trainer.devices={size.devices}, and CUDA_VISIBLE_DEVICES=... before the command"
+            ),
+            code="conflict",
         )
-        remedy = f"trainer.devices={size.devices}, and CUDA_VISIBLE_DEVICES=... before the command"
-        yield Problem("trainer.devices", what, remedy, code="conflict")
         return
     here = len(resources.visible())
     assert parallel is not None
     if parallel * size.devices > here:
-        what = (
-            f"{parallel} trials of {size.devices} {plural('GPU', size.devices)} at once, and this "
-            f"machine shows {here}"
+        yield Problem(
+            FLAG,
+            what=(
+                f"{parallel} trials of {size.devices} {plural('GPU', size.devices)} at once, "
+                "and this "
+                f"machine shows {here}"
+            ),
+            remedy=f"{FLAG} {max(1, here // size.devices)}",
+            code="not-enough",
         )
-        yield Problem(FLAG, what, f"{FLAG} {max(1, here // size.devices)}", code="not-enough")
 
 
 def _shares(count: int) -> list[tuple[int, ...]]:

@@ -169,11 +169,23 @@ def parsed(words: Sequence[str]) -> Searched:
                 spaces.append(_space(override))
     for key in dict.fromkeys(grammar.sweep_keys(overrides)):
         if given.count(key) > 1:
-            what = "is given twice, and once as a space"
-            problems.append(Problem(key, what, f"one of them: {key}=...", code="ambiguous"))
+            problems.append(
+                Problem(
+                    key,
+                    what="is given twice, and once as a space",
+                    remedy=f"one of them: {key}=...",
+                    code="ambiguous",
+                )
+            )
     if not grammar.sweep_keys(overrides):
-        what = "there is nothing to search: no key has a space"
-        problems.append(Problem("tune", what, f"KEY={FORMS}", code="missing-key"))
+        problems.append(
+            Problem(
+                "tune",
+                what="there is nothing to search: no key has a space",
+                remedy=f"KEY={FORMS}",
+                code="missing-key",
+            )
+        )
     if problems:
         raise UserError(*problems)
     fixed = (each for each in overrides if not each.is_sweep_override())
@@ -201,9 +213,12 @@ def _unreadable(words: Sequence[str]) -> Iterator[Problem]:
             key, name = call.groups()
             reason = grammar.first_lines(error).partition("\n")[0]
             meant = OTHER_WORDS.get(name.lower())
-            remedy = f"{key}={FORMS}" if meant is None else _typed(key, meant)
-            what = redact(f"{word!r} is no space: {reason}")
-            yield Problem(key, what, remedy, code="wrong-kind")
+            yield Problem(
+                key,
+                what=redact(f"{word!r} is no space: {reason}"),
+                remedy=f"{key}={FORMS}" if meant is None else _typed(key, meant),
+                code="wrong-kind",
+            )
 
 
 def _typed(key: str, space: str) -> str:
@@ -219,47 +234,82 @@ def _problems(override: Override, given: Sequence[str]) -> Iterator[Problem]:
     if reserved := _reserved(key, given):
         yield reserved
     elif isinstance(value, Glob):
-        remedy = f"list them: {_typed(key, 'choice(a,b)')}"
-        yield Problem(key, "a pattern is no space", remedy, code="unsupported")
+        yield Problem(
+            key,
+            what="a pattern is no space",
+            remedy=f"list them: {_typed(key, 'choice(a,b)')}",
+            code="unsupported",
+        )
     elif isinstance(value, IntervalSweep | RangeSweep) and groups.is_group(key):
         options = ",".join(groups.group_options(key)[:4])
-        what = "is a group of options, and a range holds numbers"
-        yield Problem(key, what, _typed(key, f"choice({options})"), code="wrong-type")
+        yield Problem(
+            key,
+            what="is a group of options, and a range holds numbers",
+            remedy=_typed(key, f"choice({options})"),
+            code="wrong-type",
+        )
     elif isinstance(value, IntervalSweep):
         yield from _of_interval(key, value)
     elif getattr(value, "tags", None):
-        remedy = _typed(key, "log(0.01,1)")
-        yield Problem(key, "only an interval has a tag", remedy, code="conflict")
+        yield Problem(
+            key,
+            what="only an interval has a tag",
+            remedy=_typed(key, "log(0.01,1)"),
+            code="conflict",
+        )
     elif isinstance(value, RangeSweep) and not [*value.range()]:
         start, stop = float(value.start or 0), float(value.stop or 0)
-        what = f"the range from {start:g} to {stop:g} holds no values"
-        remedy = _typed(key, f"range({stop:g},{start:g})" if stop < start else "range(1,9)")
-        yield Problem(key, what, remedy, code="out-of-range")
+        yield Problem(
+            key,
+            what=f"the range from {start:g} to {stop:g} holds no values",
+            remedy=_typed(key, f"range({stop:g},{start:g})" if stop < start else "range(1,9)"),
+            code="out-of-range",
+        )
     else:
         values = [*map(str, override.sweep_string_iterator())]
         if len({*values}) < len(values):
-            yield Problem(key, "lists a value twice", f"{key}=a,b", code="ambiguous")
+            yield Problem(key, what="lists a value twice", remedy=f"{key}=a,b", code="ambiguous")
         elif len(values) < LEAST:
-            what = "has one value: there is nothing to choose"
-            yield Problem(key, what, f"{key}={FORMS}", code="not-enough")
+            yield Problem(
+                key,
+                what="has one value: there is nothing to choose",
+                remedy=f"{key}={FORMS}",
+                code="not-enough",
+            )
 
 
 def _reserved(key: str, given: Sequence[str]) -> Problem | None:
     """The problem of a key that a search must not vary."""
     if key == "name":
-        what = "names the study, and cannot be searched"
-        return Problem(key, what, "name=STUDY", code="reserved")
+        return Problem(
+            key,
+            what="names the study, and cannot be searched",
+            remedy="name=STUDY",
+            code="reserved",
+        )
     if key in JUDGES:
-        what = "judges the trials, and cannot be searched"
-        return Problem(key, what, "--metric NAME:max", code="reserved")
+        return Problem(
+            key,
+            what="judges the trials, and cannot be searched",
+            remedy="--metric NAME:max",
+            code="reserved",
+        )
     if any(key == where or key.startswith(f"{where}.") for where in WHERE):
-        what = "says where a run runs, and cannot be searched"
-        return Problem(key, what, f"{key}=VALUE for all trials", code="reserved")
+        return Problem(
+            key,
+            what="says where a run runs, and cannot be searched",
+            remedy=f"{key}=VALUE for all trials",
+            code="reserved",
+        )
     if key in ("experiment", "experiment_name") and given.count("experiment_name") != 1:
-        what = "names the folder and the experiment of the study, which is one"
-        return Problem(key, what, "experiment_name=NAME for all trials", code="reserved")
+        return Problem(
+            key,
+            what="names the folder and the experiment of the study, which is one",
+            remedy="experiment_name=NAME for all trials",
+            code="reserved",
+        )
     if key == "experiment_name":
-        return Problem(key, "names the study's folder, which is one", code="reserved")
+        return Problem(key, what="names the study's folder, which is one", code="reserved")
     return None
 
 
@@ -270,14 +320,22 @@ def _of_interval(key: str, interval: object) -> Iterator[Problem]:
         what = f"the interval from {start:g} to {end:g} holds no values"
         low, high = sorted((start, end)) if end < start else (0.01, 1.0)
         name = "log" if "log" in tags else "interval"
-        yield Problem(key, what, _typed(key, f"{name}({low:g},{high:g})"), code="out-of-range")
+        yield Problem(
+            key, what=what, remedy=_typed(key, f"{name}({low:g},{high:g})"), code="out-of-range"
+        )
     elif "log" in tags and start <= 0:
         what = f"begins at {start:g}, which has no logarithm"
         low, high = (end / SPAN, end) if end > 0 else (0.01, 1.0)
-        yield Problem(key, what, _typed(key, f"log({low:g},{high:g})"), code="out-of-range")
+        yield Problem(
+            key, what=what, remedy=_typed(key, f"log({low:g},{high:g})"), code="out-of-range"
+        )
     if unknown := tags - {"log"}:
-        what = f"there is no tag {min(map(str, unknown))!r}"
-        yield Problem(key, what, _typed(key, "log(0.01,1)"), code="wrong-choice")
+        yield Problem(
+            key,
+            what=f"there is no tag {min(map(str, unknown))!r}",
+            remedy=_typed(key, "log(0.01,1)"),
+            code="wrong-choice",
+        )
 
 
 def _space(override: Override) -> Space:

@@ -64,19 +64,31 @@ class Address:
 
         def value(match: re.Match[str]) -> str:
             if match[1] not in os.environ:
-                what = f"the environment variable {match[1]} is not set"
-                raise UserError.at(FLAG, what, f"export {match[1]}={FILE}", code="missing-key")
+                raise UserError.at(
+                    FLAG,
+                    what=f"the environment variable {match[1]} is not set",
+                    remedy=f"export {match[1]}={FILE}",
+                    code="missing-key",
+                )
             return os.environ[match[1]]
 
         url = REFERENCE.sub(value, typed)
         try:
             parsed = make_url(url)
         except (ArgumentError, ValueError):
-            what = "is no address of a database, which begins with its kind and ://"
-            raise UserError.at(FLAG, what, f"{FLAG} {FILE}", code="wrong-kind") from None
+            raise UserError.at(
+                FLAG,
+                what="is no address of a database, which begins with its kind and ://",
+                remedy=f"{FLAG} {FILE}",
+                code="wrong-kind",
+            ) from None
         if parsed.get_backend_name() == "sqlite" and parsed.database in (None, "", ":memory:"):
-            what = "a database in memory is lost with this command, and no search could go on"
-            raise UserError.at(FLAG, what, f"{FLAG} {FILE}", code="wrong-kind")
+            raise UserError.at(
+                FLAG,
+                what="a database in memory is lost with this command, and no search could go on",
+                remedy=f"{FLAG} {FILE}",
+                code="wrong-kind",
+            )
         values = [str(parsed.password or "")]
         values += [str(value) for name, value in parsed.query.items() if looks_secret(name)]
         secrets = {way(value) for value in values if value for way in (str, quote, quote_plus)}
@@ -111,22 +123,31 @@ def opened(
             return _study(optuna.storages.get_storage(address.url), name, directions)
         except Exception as error:  # a database's driver has its own errors, and may be missing
             if module := missing_module(error):
-                what = f"needs the package {module}"
-                remedy = install(DRIVERS.get(module, module))
-                raise UserError.at(FLAG, what, remedy, code="not-installed") from None
+                raise UserError.at(
+                    FLAG,
+                    what=f"needs the package {module}",
+                    remedy=install(DRIVERS.get(module, module)),
+                    code="not-installed",
+                ) from None
             first = address.hidden(str(error)).partition("\n")[0]
-            what = f"{address.shown} cannot be used: {type(error).__name__}: {first}"
-            remedy = f"{FLAG} {FILE}, or without it a file in the study's folder"
-            raise UserError.at(FLAG, what, remedy, code="unreachable") from None
+            raise UserError.at(
+                FLAG,
+                what=f"{address.shown} cannot be used: {type(error).__name__}: {first}",
+                remedy=f"{FLAG} {FILE}, or without it a file in the study's folder",
+                code="unreachable",
+            ) from None
 
 
 def _of_journal(path: Path, name: str, directions: Sequence[Direction]) -> Study:
     try:
         return _study(_journal(path), name, directions)
     except (ValueError, KeyError, TypeError) as error:
-        what = f"is no whole journal of Optuna: {type(error).__name__}: {error}"
-        remedy = "choose another name=STUDY"
-        raise UserError.at(shown(path), what, remedy, code="damaged-file") from error
+        raise UserError.at(
+            shown(path),
+            what=f"is no whole journal of Optuna: {type(error).__name__}: {error}",
+            remedy="choose another name=STUDY",
+            code="damaged-file",
+        ) from error
 
 
 def _study(storage: BaseStorage, name: str, directions: Sequence[Direction]) -> Study:
@@ -161,9 +182,12 @@ def claimed(study: Study, folder: Path, address: Address | None) -> str:
 
 def not_ours(study: Study, address: Address | None) -> UserError:
     place = address.shown if address else "this file"
-    what = f"the study {study.study_name} of {place} has its trials in another folder"
-    remedy = "search in that folder, or choose another name=STUDY"
-    return UserError.at("name", what, remedy, code="mismatch")
+    return UserError.at(
+        "name",
+        what=f"the study {study.study_name} of {place} has its trials in another folder",
+        remedy="search in that folder, or choose another name=STUDY",
+        code="mismatch",
+    )
 
 
 def errors() -> tuple[type[Exception], ...]:

@@ -151,9 +151,12 @@ class Export:
         names = self._trained_names or domain.names(self.data) or ()
         leaves = domain.exports(module, self.data, self.view, names)
         if leaves is None:
-            what = f"models of the domain {domain.name} stay in their runs"
-            remedy = "task=predict stores what they say"
-            raise UserError.at("model", what, remedy, code="unsupported")
+            raise UserError.at(
+                "model",
+                what=f"models of the domain {domain.name} stay in their runs",
+                remedy="task=predict stores what they say",
+                code="unsupported",
+            )
         return leaves
 
     def write(self, format: str, target: Path) -> None:
@@ -170,9 +173,11 @@ class Export:
                 folder = formats.write_mlflow(folder, part / "mlflow", samples)
             folder.rename(target)
         except OSError as error:
-            what = f"cannot write into {shown(target.parent)}: {error.strerror or error}"
             raise Unfinished.at(
-                "export", what, "the same command starts again", code="not-writable"
+                "export",
+                what=f"cannot write into {shown(target.parent)}: {error.strerror or error}",
+                remedy="the same command starts again",
+                code="not-writable",
             ) from error
         finally:
             self.data.teardown("predict")
@@ -183,8 +188,11 @@ class Export:
         step = math.ceil(len(self.images) / IMAGES)
         indices = [i for i in range(0, len(self.images), step) if not self.images[i]["damaged"]]
         if not indices:
-            what = "the validation split has no intact image to compare on"
-            raise UserError.at("data", what, code="incomplete")
+            raise UserError.at(
+                "data",
+                what="the validation split has no intact image to compare on",
+                code="incomplete",
+            )
         return indices
 
     def _write_model(self, kind: str, folder: Path, indices: Sequence[int]) -> None:
@@ -205,10 +213,13 @@ class Export:
         except Disagrees as error:
             if kind in formats.GRAPHS or not self.settings:
                 raise
-            what = f"weights lack settings that a callback changed: {changed(self.settings)}"
             other = next(each for each in formats.GRAPHS if each in self.leaves.tolerance)
-            remedy = f"--to {other}, which has them"
-            raise Disagrees.at("export", what, remedy, code="incomplete") from error
+            raise Disagrees.at(
+                "export",
+                what=f"weights lack settings that a callback changed: {changed(self.settings)}",
+                remedy=f"--to {other}, which has them",
+                code="incomplete",
+            ) from error
         if costs := self.leaves.costs(answers, map(self.images.__getitem__, indices), scored):
             verified["costs"] = costs
         description["verification"] = verified

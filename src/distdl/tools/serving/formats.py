@@ -127,12 +127,19 @@ def write_graph(kind: str, graph: Graph, file: Path) -> None:
         raise
     except Exception as error:  # torch raises many
         if module := missing_module(error):
-            what = f"{kind} needs {module}, which is not installed"
-            raise UserError.at("--to", what, install(module), code="not-installed") from error
+            raise UserError.at(
+                "--to",
+                what=f"{kind} needs {module}, which is not installed",
+                remedy=install(module),
+                code="not-installed",
+            ) from error
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        what = f"torch cannot write this network as {kind}: {reason}"
-        remedy = "another format: --to weights"
-        raise UserError.at("model.network", what, remedy, code="not-writable") from error
+        raise UserError.at(
+            "model.network",
+            what=f"torch cannot write this network as {kind}: {reason}",
+            remedy="another format: --to weights",
+            code="not-writable",
+        ) from error
 
 
 def _exported(graph: Graph) -> torch.export.ExportedProgram:
@@ -188,8 +195,12 @@ def answered_alone(folder: Path, samples: Sequence[bytes]) -> list[dict[str, Any
             answers: list[dict[str, Any]] = json.loads(target.read_text(encoding="utf-8"))
             return answers
     last = redact(done.stderr.strip().rpartition("\n")[2])
-    what = f"the package does not run by itself, with the code that it holds: {last:.500}"
-    raise Disagrees.at("model.network", what, network_code.REMEDY, code="failed")
+    raise Disagrees.at(
+        "model.network",
+        what=f"the package does not run by itself, with the code that it holds: {last:.500}",
+        remedy=network_code.REMEDY,
+        code="failed",
+    )
 
 
 def write_mlflow(model: Path, folder: Path, images: Sequence[bytes]) -> Path:
@@ -220,8 +231,11 @@ def write_mlflow(model: Path, folder: Path, images: Sequence[bytes]) -> Path:
     model_folder.write_card(folder, model_folder.read(model), "mlflow")
     answers = mlflow.pyfunc.load_model(str(folder)).predict(frame)
     if not near(answers.to_dict("records"), expected.to_dict("records")):
-        what = "the MLflow model answers otherwise than its model folder"
-        raise Disagrees.at("export", what, code="mismatch")
+        raise Disagrees.at(
+            "export",
+            what="the MLflow model answers otherwise than its model folder",
+            code="mismatch",
+        )
     return folder
 
 

@@ -107,8 +107,8 @@ def read(folder: Path) -> dict[str, Any]:
     if wrong := dict(written.items() - _checksums(folder).items()):
         raise UserError.at(
             shown(folder),
-            f"{', '.join(sorted(wrong))} missing or damaged",
-            remedy,
+            what=f"{', '.join(sorted(wrong))} missing or damaged",
+            remedy=remedy,
             code="damaged-file",
         )
     return description

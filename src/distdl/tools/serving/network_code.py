@@ -43,8 +43,12 @@ def packed_node(node: object, copied: Sequence[str]) -> object:
     if not isinstance(node, Mapping):
         return node
     if special := [key for key in node if SPECIAL.fullmatch(str(key)) and key != TARGET]:
-        what = f"its node has {special[0]}, by which only Hydra builds a network"
-        raise UserError.at("model.network", what, "--to weights", code="unsupported")
+        raise UserError.at(
+            "model.network",
+            what=f"its node has {special[0]}, by which only Hydra builds a network",
+            remedy="--to weights",
+            code="unsupported",
+        )
     packed = {key: packed_node(value, copied) for key, value in node.items()}
     target = str(node.get(TARGET, ""))
     if target.partition(".")[0] == "distdl":
@@ -53,8 +57,12 @@ def packed_node(node: object, copied: Sequence[str]) -> object:
         path = Path(sys.modules[made.__module__].__file__ or "")
         folder = Path(distdl.__file__).parent
         if path.relative_to(folder).as_posix() not in copied:
-            what = f"{target} is code of distdl, of which a package holds no copy"
-            raise UserError.at("model.network", what, REMEDY, code="unsupported")
+            raise UserError.at(
+                "model.network",
+                what=f"{target} is code of distdl, of which a package holds no copy",
+                remedy=REMEDY,
+                code="unsupported",
+            )
         packed[TARGET] = f"{PACKAGE}.{path.stem}.{made.__qualname__}"
     return packed
 

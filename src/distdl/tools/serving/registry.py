@@ -46,9 +46,11 @@ def publish(config: DictConfig, run: RunDirectory, folder: Path) -> None:
     uri = server_of(outbox, agreed, f"{SERVER}=")
     run_id = outbox.state.run_id
     if not run_id:
-        remedy = f"python -m distdl track sync {shown(run.path)}, and then this command again"
         raise UserError.at(
-            shown(run.path), "is not on the MLflow server yet", remedy, code="incomplete"
+            shown(run.path),
+            what="is not on the MLflow server yet",
+            remedy=f"python -m distdl track sync {shown(run.path)}, and then this command again",
+            code="incomplete",
         )
     prepare_environment()
     client = import_client()(uri, registry_uri=uri)
@@ -60,17 +62,25 @@ def publish(config: DictConfig, run: RunDirectory, folder: Path) -> None:
     except (MlflowException, OSError) as error:
         again = f"the model is in {shown(folder)}; the same command sends it"
         if refused := refusal(error, uri):
-            what = f"MLflow at {redact(uri)} {refused.what}"
             raise Unfinished.at(
-                "tracking.mlflow", what, f"{refused.remedy}; {again}", code="platform-refuses"
+                "tracking.mlflow",
+                what=f"MLflow at {redact(uri)} {refused.what}",
+                remedy=f"{refused.remedy}; {again}",
+                code="platform-refuses",
             ) from error
         if getattr(error, "error_code", "") in GONE:
-            what = f"MLflow at {redact(uri)} has no active run {run_id}"
-            remedy = f"python -m distdl track sync {shown(run.path)} makes another; {again}"
-            raise Unfinished.at("tracking.mlflow", what, remedy, code="incomplete") from error
-        what = f"MLflow at {redact(uri)} fails: {described(error, uri)}"
-        remedy = again
-        raise Unfinished.at("tracking.mlflow", what, remedy, code="failed") from error
+            raise Unfinished.at(
+                "tracking.mlflow",
+                what=f"MLflow at {redact(uri)} has no active run {run_id}",
+                remedy=f"python -m distdl track sync {shown(run.path)} makes another; {again}",
+                code="incomplete",
+            ) from error
+        raise Unfinished.at(
+            "tracking.mlflow",
+            what=f"MLflow at {redact(uri)} fails: {described(error, uri)}",
+            remedy=again,
+            code="failed",
+        ) from error
 
 
 def _judged(config: DictConfig, run: RunDirectory) -> Judged:

@@ -84,9 +84,12 @@ def translated(
         UserError: The app asks for something that the launcher does not have.
     """
     if len(roles) != 1:
-        what = f"the app has {len(roles)} roles, and a job of distdl's has nodes of one kind"
-        remedy = "an app with one role, such as dist.torchrun"
-        raise UserError.at("roles", what, remedy, code="unsupported")
+        raise UserError.at(
+            "roles",
+            what=f"the app has {len(roles)} roles, and a job of distdl's has nodes of one kind",
+            remedy="an app with one role, such as dist.torchrun",
+            code="unsupported",
+        )
     (role,) = roles
     if problems := [*_problems(role, target)]:
         raise UserError(*problems)
@@ -138,20 +141,29 @@ def _problems(role: ReplicaRole, target: LauncherFacts) -> Iterator[Problem]:
     """What the app asks for, and the launcher does not have."""
     if role.min_replicas not in (None, role.num_replicas):
         what = f"{role.min_replicas} to {role.num_replicas} nodes: distdl starts all nodes, or none"
-        yield Problem("min_replicas", what, f"-j {role.num_replicas}x...", code="unsupported")
+        yield Problem(
+            "min_replicas", what=what, remedy=f"-j {role.num_replicas}x...", code="unsupported"
+        )
     if role.mounts:
         what = f"launcher={target.name} does not mount what an app names"
         remedy = "-cfg volumes={NAME:{claim:CLAIM,path:/data}}"
         if "volumes" not in target.settings:
             remedy = "-cfg inputs={NAME:PATH}" if "inputs" in target.settings else ""
-        yield Problem("mounts", what, remedy, code="unsupported")
+        yield Problem("mounts", what=what, remedy=remedy, code="unsupported")
     if role.max_retries and RETRIES not in target.settings:
-        what = f"launcher={target.name} starts nothing again by itself"
-        remedy = "leave it out; then: distdl jobs resubmit RUN"
-        yield Problem("max_retries", what, remedy, code="unsupported")
+        yield Problem(
+            "max_retries",
+            what=f"launcher={target.name} starts nothing again by itself",
+            remedy="leave it out; then: distdl jobs resubmit RUN",
+            code="unsupported",
+        )
     if (port := target.chosen.get(PORT)) and {port, str(_number(port) - 1)} & _ports(role):
-        what = f"{port} and the port below it are distdl's, and the app's role uses one of them"
-        yield Problem("port", what, "leave it out, or --rdzv_port=...", code="conflict")
+        yield Problem(
+            "port",
+            what=f"{port} and the port below it are distdl's, and the app's role uses one of them",
+            remedy="leave it out, or --rdzv_port=...",
+            code="conflict",
+        )
 
 
 def _settings(role: ReplicaRole, target: LauncherFacts) -> dict[str, object]:

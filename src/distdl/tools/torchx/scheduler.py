@@ -152,7 +152,9 @@ class DistdlScheduler(WorkspaceMixin[None], Scheduler[Mapping[str, CfgVal]]):
         if folders != [here] or not role.workspace.is_unmapped_single_project():
             what = "distdl sends the project of the current folder, and no other"
             with refusals():
-                raise UserError.at("workspace", what, f"cd {folders[0]}", code="unsupported")
+                raise UserError.at(
+                    "workspace", what=what, remedy=f"cd {folders[0]}", code="unsupported"
+                )
 
     def _submit_dryrun(
         self, app: AppDef, cfg: Mapping[str, CfgVal]
