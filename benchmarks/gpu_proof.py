@@ -207,8 +207,17 @@ def prove(folder: ProofFolder, minutes: float, results: Path, rehearse: bool) ->
         if left < arm.seconds and not rehearse:
             print(f"no time   {arm.name}: {left:.0f} s are left", flush=True)
             continue
-        command = [sys.executable, "-m", "benchmarks.gpu_proof", "--to", str(folder.path.parent)]
-        command += ["--arm", arm.name, *(["--rehearse"] if rehearse else [])]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.gpu_proof",
+            "--to",
+            str(folder.path.parent),
+            "--arm",
+            arm.name,
+        ]
+        if rehearse:
+            command.append("--rehearse")
         print(f"running   {arm.name}", flush=True)
         if not ended(command, {**os.environ, **folder.caches()}, left):
             print(f"lost      {arm.name}", flush=True)
@@ -221,7 +230,7 @@ def ended(command: Sequence[str], env: Mapping[str, str], seconds: float) -> boo
     process = subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True)
     try:
         return process.wait(max(1.0, seconds)) == 0
-    except BaseException as error:
+    except BaseException as error:  # Ctrl-C, too, leaves no process behind
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -246,7 +255,8 @@ def write(folder: ProofFolder, results: Path, rehearsal: bool) -> None:
 
 def lines(folder: ProofFolder, rehearsal: bool) -> Iterator[str]:
     known = folder.arms
-    shown = {arm: result for arm in known if (result := folder.result(arm)) is not None}
+    results = {arm: folder.result(arm) for arm in known}
+    shown = {arm: result for arm, result in results.items() if result is not None}
     yield f"## make gpu-proof, {torch.cuda.get_device_name()}"
     yield ""
     if rehearsal:

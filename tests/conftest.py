@@ -230,7 +230,7 @@ def python(*words: str, cwd: Path, timeout: float = 240, **options: Any) -> Done
     with _start(words, cwd=cwd, **pipes, **options) as process:
         try:
             out, err = process.communicate(timeout=timeout)
-        except BaseException:
+        except BaseException:  # Ctrl-C, too, leaves no process behind
             process.kill()
             raise
     return Done(process.args, process.returncode, out, err)

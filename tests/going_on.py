@@ -14,8 +14,15 @@ import pytest
 
 # What is tested, and with which versions; without what `make bench` writes.
 CODE = (
-    *("src", "launchers", "native", "benchmarks", "website", "pyproject.toml", "constraints.txt"),
-    *(":!benchmarks/results", ":!*.md"),
+    "src",
+    "launchers",
+    "native",
+    "benchmarks",
+    "website",
+    "pyproject.toml",
+    "constraints.txt",
+    ":!benchmarks/results",
+    ":!*.md",
 )
 LIST = ("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--")
 

@@ -39,9 +39,15 @@ def detector_folder(folder: Path) -> Path:
     from distdl.models import Detector, torchvision_detector
     from distdl.tools.serving import formats, model_folder
 
-    options = {"name": "fasterrcnn_mobilenet_v3_large_320_fpn", "num_classes": 5}
-    options |= {"min_size": 64, "max_size": 96, "box_score_thresh": 0.0}
-    options |= {"box_detections_per_img": 5, "rpn_score_thresh": 0.0}
+    options = {
+        "name": "fasterrcnn_mobilenet_v3_large_320_fpn",
+        "num_classes": 5,
+        "min_size": 64,
+        "max_size": 96,
+        "box_score_thresh": 0.0,
+        "box_detections_per_img": 5,
+        "rpn_score_thresh": 0.0,
+    }
     torch.manual_seed(0)
     module = Detector(torchvision_detector(**options), 5).eval()
     categories = Categories(tuple(CATEGORIES), tuple(CATEGORIES.values()))

@@ -270,7 +270,7 @@ def become(request: dict[str, Any], files: Sequence[int]) -> NoReturn:
         subprocess.Popen._execute_child = start_distdl  # type: ignore[attr-defined]
         multiprocessing.util.spawnv_passfds = spawn_distdl
         code = exit_code(request["command"][1:])
-    except BaseException:
+    except BaseException:  # as Python itself ends
         traceback.print_exc()
     finally:
         with contextlib.suppress(BaseException):

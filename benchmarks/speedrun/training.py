@@ -208,7 +208,11 @@ def trained(
         return before
     outputs = run_folder(at)
     command = [
-        *(sys.executable, "-m", "distdl", "--config-dir", str(CONF)),
+        sys.executable,
+        "-m",
+        "distdl",
+        "--config-dir",
+        str(CONF),
         *said,
         f"data.root={root}",
         f"output_dir={outputs}",

@@ -247,7 +247,9 @@ class _SizedJob:
         least = self.settings.min_nodes
         if not least or not self.settings.compute:  # serverless keeps no nodes
             return None
-        price = (self.settings.spot and self.size.spot_price_per_hour) or self.size.price_per_hour
+        price = self.size.price_per_hour
+        if self.settings.spot and self.size.spot_price_per_hour:
+            price = self.size.spot_price_per_hour
         cost = "money"
         if price:
             cost = f"about {money(least * price * HOURS_PER_MONTH)} a month ({self.size.priced})"

@@ -14,6 +14,7 @@ from distdl.util.errors import UserError
 
 if TYPE_CHECKING:
     from azure.core.credentials import TokenCredential
+    from azure.storage.blob import BlobProperties
 
 ADDRESS = re.compile(r"azureml://(?:.*/)?datastores/([^/]+)/paths/(.+?)/?")
 PATIENCE = 30.0  # seconds of retries while Azure does not answer; short, because a user waits
@@ -60,7 +61,10 @@ class DatastoreFolder(BlobStore):
     def files(self) -> dict[str, RemoteFile]:
         """All files, by name relative to the folder."""
         start = f"{self._folder}/"
-        listed = lambda: list(self.client.list_blobs(start, include=["metadata"]))  # noqa: E731
+
+        def listed() -> list[BlobProperties]:
+            return [*self.client.list_blobs(start, include=["metadata"])]
+
         return {
             blob.name.removeprefix(start): RemoteFile(blob.size, blob.last_modified.timestamp())
             for blob in self.retried("", listed)

@@ -62,7 +62,7 @@ class AzureMLLauncher(AzureSettings, LauncherBase[AzureMLRequest]):
     def network_gbps(node: Mapping[str, Any]) -> int | None:
         """Gbit/s of one node's InfiniBand; None: it has none, or the VM size is unknown."""
         vm = vm_of(node)
-        return (vm and vm.infiniband_gbps) or None
+        return None if vm is None else vm.infiniband_gbps or None
 
     @staticmethod
     def notes(node: Mapping[str, Any]) -> Iterator[str]:

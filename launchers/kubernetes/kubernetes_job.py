@@ -368,8 +368,9 @@ class KubernetesJob(QueriedJob[JobObjects | StoredEnd]):
         container = next((name for name in names if name in (CONTAINER, NODE)), CONTAINER)
         index = states.index_of(pod)
         label = f"[{index}] " if index else ""
-        place = f"/api/v1/namespaces/{quote(self.name.namespace, safe='')}/pods/"
-        place += f"{quote(str(pod['metadata']['name']), safe='')}/log"
+        namespace = quote(self.name.namespace, safe="")
+        name = quote(str(pod["metadata"]["name"]), safe="")
+        place = f"/api/v1/namespaces/{namespace}/pods/{name}/log"
         rest = b""
         try:
             for piece in self.cluster.stream(place, follow, container=container):

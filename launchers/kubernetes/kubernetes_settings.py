@@ -42,7 +42,6 @@ SECRET_KEYS = ("secret", "key")
 TOLERATION_KEYS = ("key", "operator", "value", "effect", "tolerationSeconds")
 OPERATORS = ("Exists", "Equal")
 EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
-SECURITY = ("restricted", "baseline", "privileged")
 OWN_FOLDER = "/distdl"  # where the pod's own volumes are mounted
 _PART = r"(?!\.+(?:/|$))[A-Za-z0-9_.+=@-]+"
 STORE = re.compile(

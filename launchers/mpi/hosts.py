@@ -86,8 +86,9 @@ class Setup:
     def prepare(self, hosts: Sequence[Host]) -> None:
         others = [host for host in hosts if not is_local(host.name)]
         problems = [*self.problems(others).values()]
-        here = [host for host in hosts if host.user and host not in others]
-        problems += [problem for host in here if (problem := _other_user(host))]
+        for host in hosts:
+            if host.user and host not in others and (problem := _other_user(host)):
+                problems.append(problem)
         if len(others) < len(hosts) and shutil.which(self.python) is None:
             problems.append(
                 Problem(

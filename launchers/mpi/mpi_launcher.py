@@ -33,8 +33,20 @@ from distdl.util.hosts import short
 FIRST_PORT, PORTS = 15000, 10000
 # Variables that mpirun and ssh need. Of the shell's other variables, ranks get only those that are
 # forwarded by name, so that ranks on all machines have the same environment.
-KEPT = {"HOME", "USER", "LOGNAME", "SHELL", "PATH", "LD_LIBRARY_PATH", "LANG", "TZ", "TMPDIR"}
-KEPT |= {"SSH_AUTH_SOCK", "KRB5CCNAME", "OPAL_PREFIX"}
+KEPT = {
+    "HOME",
+    "USER",
+    "LOGNAME",
+    "SHELL",
+    "PATH",
+    "LD_LIBRARY_PATH",
+    "LANG",
+    "TZ",
+    "TMPDIR",
+    "SSH_AUTH_SOCK",
+    "KRB5CCNAME",
+    "OPAL_PREFIX",
+}
 MPIRUN = "mpirun"  # on the user's PATH
 KEPT_PREFIXES = ("LC_", "OMPI_MCA_", "PRTE_MCA_", "PMIX_MCA_", "I_MPI_", "HYDRA_")
 

@@ -120,11 +120,12 @@ class HostedEndpoint(Platform[SageMakerLauncher]):
         return "not known to distdl: aws.amazon.com/sagemaker/ai/pricing"
 
     def deployments(self) -> dict[str, bool]:
-        name, pages = self.options.name, self.client.get_paginator
-        configs = pages("list_endpoint_configs").paginate(NameContains=f"{name}-")
+        name = self.options.name
+        listed = self.client.get_paginator("list_endpoint_configs")
+        configs = listed.paginate(NameContains=f"{name}-")
         names = configs.search("EndpointConfigs[].EndpointConfigName")
         states = {each: False for each in names if is_ours(each, name)}
-        endpoints = pages("list_endpoints").paginate(NameContains=name)
+        endpoints = self.client.get_paginator("list_endpoints").paginate(NameContains=name)
         if name in endpoints.search("Endpoints[].EndpointName"):
             endpoint = self.client.describe_endpoint(EndpointName=name)
             states[endpoint["EndpointConfigName"]] = endpoint["EndpointStatus"] != "Failed"

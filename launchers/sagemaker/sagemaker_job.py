@@ -199,7 +199,7 @@ class SageMakerJob(QueriedJob[Mapping[str, Any]]):
         with aws_errors():
             try:
                 self.aws("sagemaker").stop_training_job(TrainingJobName=self.name)
-            except Exception as error:  # the same; raised again
+            except Exception as error:  # botocore makes its classes at run time
                 if code_of(error) != "ValidationException" or not self.state().ended:
                     raise
 

@@ -47,10 +47,11 @@ def render(settings: SlurmSettings, specs: Sequence[JobSpec], array: bool) -> st
         "requeue": REQUEUE[settings.requeue, settings.requeue_at_time_limit],
     }
     lines = TEMPLATE.read_text(encoding="utf-8").splitlines()
-    # Omit a line that consists of a placeholder whose value is empty.
-    filled = [
-        line for line in lines if not (match := PLACEHOLDER.fullmatch(line)) or values[match[1]]
-    ]
+    filled = []
+    for line in lines:
+        match = PLACEHOLDER.fullmatch(line)
+        if match is None or values[match[1]]:  # not one placeholder alone whose value is empty
+            filled.append(line)
     text = re.sub(r"\n{3,}", "\n\n", "\n".join([*filled, ""]))
     return PLACEHOLDER.sub(lambda match: values[match[1]], text)
 

@@ -102,7 +102,10 @@ class SlurmJob(QueriedJob[commands.Status]):
         from distdl.util.tail import tail
 
         last = ""
-        while follow and self._state_from(answer := self._awaited()) is JobState.PENDING:
+        while follow:
+            answer = self._awaited()
+            if self._state_from(answer) is not JobState.PENDING:
+                break
             if str(answer) != last:
                 last = str(answer)
                 yield f"{self.handle}: {last}"

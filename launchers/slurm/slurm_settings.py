@@ -42,8 +42,15 @@ RESERVED = {
     "clusters": "",
 }
 # Those of srun, besides: the launcher writes the first, and with the others no rank starts.
-RESERVED_SRUN = {"kill-on-bad-exit": "", "multi-prog": "", "jobid": "", "het-group": ""}
-RESERVED_SRUN |= dict.fromkeys(("version", "help", "usage"), "it would start nothing")
+RESERVED_SRUN = {
+    "kill-on-bad-exit": "",
+    "multi-prog": "",
+    "jobid": "",
+    "het-group": "",
+    "version": "it would start nothing",
+    "help": "it would start nothing",
+    "usage": "it would start nothing",
+}
 
 
 def _refuse_reserved(text: str, found: Iterable[Option], reserved: Mapping[str, str]) -> None:

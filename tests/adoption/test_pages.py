@@ -144,7 +144,10 @@ def test_detection_from_the_zips_to_predictions(tmp_path):
             continue  # tests/serving/test_detector.py
         trains = filled_in[0].startswith("+")
         name = "name=page" if "debug=cpu" in filled_in else f"name=run{len(verbs)}"
-        command(*filled_in, *((*small, name) if trains else ()), cwd=tmp_path)
+        if trains:
+            command(*filled_in, *small, name, cwd=tmp_path)
+        else:
+            command(*filled_in, cwd=tmp_path)
         verbs.append(filled_in[0])
     assert {"prepare", "data", "resume", "report"} <= {*verbs}
     run = tmp_path / filled["RUN"]

@@ -71,7 +71,7 @@ class Hosts:
         try:
             self.connect()
             self.start()
-        except BaseException:
+        except BaseException:  # Ctrl-C, too, leaves no host behind
             self.__exit__()
             raise
         return self

@@ -171,7 +171,7 @@ class Kube:
             if resource != "pods":
                 try:
                     kubernetes_objects.check(body, ("1.33",))
-                except Exception as error:
+                except Exception as error:  # the library has no class of its own for it
                     raise Refused(422, f"is invalid: {str(error).splitlines()[0]}") from None
             made = copy.deepcopy(body)
             made["metadata"] |= {"uid": str(uuid.uuid4()), "namespace": namespace}

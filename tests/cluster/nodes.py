@@ -41,7 +41,7 @@ def run_job(azure, job):
         azure.azurite.upload(f"{CONTAINER}/{store}", folder / "mount")
         assert not any(codes), f"exit codes {codes}"
         job.status = "Completed"
-    except Exception as error:
+    except Exception as error:  # a platform shows whatever ended its job
         job.error = repr(error)
         job.status = "Failed"
         raise

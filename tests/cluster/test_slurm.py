@@ -119,7 +119,7 @@ class SlurmCluster:
             self.daemons.append(subprocess.Popen(command, env=self.env, **pipes))
 
     def close(self):
-        with suppress(Exception):
+        with suppress(Exception):  # its daemons end below all the same
             self.run("scancel", "--user", getpass.getuser())
             until(lambda: not self.run("squeue", "-h"), 10)
         for daemon in reversed(self.daemons):

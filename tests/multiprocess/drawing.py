@@ -137,7 +137,8 @@ class Stream(IterableDataset):
             del Stream.__len__
 
     def __iter__(self):
-        self.place = self.place * self.is_restored
+        if not self.is_restored:
+            self.place = 0
         self.is_restored = False
         while self.place < COUNT // SHARES:
             self.place += 1

@@ -38,7 +38,9 @@ def listening(parent):
 def reached(moment, job, run):
     if moment == "validation":
         return last_step(run) >= 20 and "step 20 " in job.output()
-    return last_step(run) >= 5 if moment == "step 5" else status(run).get("state") == moment
+    if moment == "step 5":
+        return last_step(run) >= 5
+    return status(run).get("state") == moment
 
 
 # What is signalled -> overrides, the signal, when.

@@ -97,7 +97,9 @@ def test_trains_validates_and_predicts(name, project):
     assert [*map(math.isfinite, losses(run).values())] == [True]
     metrics = status(run)["metrics"]
     assert metrics["val/samples"] == VAL
-    kind = "keypoint" if points else "mask" if masks else "box"
+    kind = "mask" if masks else "box"
+    if points:
+        kind = "keypoint"
     assert 0 <= metrics[f"val/{kind}_ap"] <= 1
 
     done = distdl("resume", str(run), "task=predict", cwd=project, module=UNCHECKED)

@@ -140,7 +140,7 @@ def called(case):
     error = ""
     try:
         results = dict(pkgutil.resolve_name(case.call)(Path(case.folder), *case.overrides) or {})
-    except Exception:
+    except Exception:  # every rank tells its own, whatever it is
         error = traceback.format_exc()
     errors = "".join(process_group.gather(error))
     return Seen(ranks=process_group.gather(results), error=errors)
@@ -208,7 +208,9 @@ def built_of(case, stop=None, again=False):
     size = resources.resolve(Size.of(configs.plain(config.trainer)), local=True)
     run = RunDirectory(Path(case.folder))
     run.path.mkdir(parents=True, exist_ok=True)
-    resumed = (again and performing.newest_checkpoint(config, run)) or case.resume
+    resumed = case.resume
+    if again:
+        resumed = performing.newest_checkpoint(config, run) or case.resume
     chosen = fetching.provide(str(resumed) if resumed else None, run.path, here)
     attempt = Attempt(run.path / "attempts/001")
     stop = StopRequest() if stop is None else stop  # one that is not asked is false
@@ -261,7 +263,7 @@ def main(accelerator):
         case = Case(**json.loads(line))
         try:
             seen = called(case) if case.call else trained(case)
-        except BaseException:
+        except BaseException:  # a training may raise anything
             seen = Seen(error=traceback.format_exc())
         end_groups(lasting, case)
         if here.rank == 0:

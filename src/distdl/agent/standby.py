@@ -83,7 +83,7 @@ def become(request: dict[str, Any], files: list[int], parent: int) -> NoReturn:
         if _is_in_bad_fork():  # an import has asked CUDA for devices: begin anew
             os.execv(sys.executable, [sys.executable, "-m", "distdl.worker", *sys.argv[1:]])
         runpy.run_module("distdl.worker", run_name="__main__", alter_sys=True)
-    except BaseException:
+    except BaseException:  # what the worker did not catch, SystemExit included
         traceback.print_exc()
     finally:  # never back into `serve`
         os._exit(1)

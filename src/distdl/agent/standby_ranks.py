@@ -146,7 +146,7 @@ class RankHandler(SubprocessHandler):
     standby: ClassVar[Standby | None] = None
     started: ClassVar[list[Started]] = []  # of this attempt
 
-    # torch says that it is a Popen. A ForkedRank has all that torch uses of one.
+    # ANN401: torch says that it is a Popen, and a ForkedRank has all that torch uses of one.
     def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:  # noqa: ANN401
         with stopping.deferred():
             process = self._start(args, env)

@@ -44,8 +44,8 @@ class Finder(CompletionFinder):
 
 def main() -> None:
     """Writes the completions for the line that the shell has put into variables, and exits."""
-    line, point = os.environ["COMP_LINE"], int(os.environ["COMP_POINT"])
-    words = split_line(line, point)[3]
+    point = int(os.environ["COMP_POINT"])
+    words = split_line(os.environ["COMP_LINE"], point)[3]
     # It shall parse nothing: the words are looked at here.
     nothing = argparse.ArgumentParser(add_help=False, prefix_chars="\0")
     Finder(words=words or ["distdl"])(nothing)
@@ -187,7 +187,7 @@ def complete_and_exit() -> None:
     """As `main`; a mistake here must not write into a line that somebody types."""
     try:
         main()
-    except Exception:
+    except Exception:  # a bug, too, completes nothing
         if os.environ.get("_ARC_DEBUG"):  # argcomplete's own variable
             raise
         sys.stderr = None

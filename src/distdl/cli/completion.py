@@ -32,8 +32,11 @@ class ShellCode:
 
 
 def main(argv: Sequence[str]) -> Answer:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = Parser("python -m distdl completion", description=__doc__, formatter_class=raw)
+    parser = Parser(
+        "python -m distdl completion",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("shell", choices=SHELLS)
     options = parser.parse_args(argv)
     from argcomplete import shellcode

@@ -51,15 +51,24 @@ class ConvertedFile:
 def main(argv: Sequence[str]) -> Answer:
     """Writes one file, and prints which of its parts are equal to the source."""
     known = (*STRATEGIES, WEIGHTS)
-    text = argparse.RawDescriptionHelpFormatter
-    parser = Parser("python -m distdl convert", description=__doc__, formatter_class=text)
+    parser = Parser(
+        "python -m distdl convert",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("checkpoint", help="a file, a run directory, FSDP's or DeepSpeed's folder")
     parser.add_argument("--to", required=True, help=f"one of {', '.join(known)}")
     parser.add_argument(
         "--world-size", type=int, help="check that the global batch is divisible by it"
     )
-    name = "a .ckpt file; for weights .pth or .safetensors (by default in the current folder: "
-    parser.add_argument("--output", type=Path, help=f"{name}epoch_002-fsdp.ckpt, epoch_002.pth)")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        help=(
+            "a .ckpt file; for weights .pth or .safetensors (by default in the current folder: "
+            "epoch_002-fsdp.ckpt, epoch_002.pth)"
+        ),
+    )
     trust = "let the checkpoint run code while it is read: only for your own files"
     parser.add_argument("--trust-pickle", action="store_true", help=trust)
     options = parser.parse_args(argv)

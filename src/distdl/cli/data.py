@@ -25,9 +25,12 @@ def main(argv: Sequence[str]) -> Answer:
     parser = Parser("python -m distdl data", description=__doc__)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     text = "what a data set holds, how fast it is read here, and whether that feeds the GPUs"
-    form = argparse.RawDescriptionHelpFormatter
     verb = verbs.add_parser(
-        "check", help=text, description=text, epilog=EPILOG, formatter_class=form
+        "check",
+        help=text,
+        description=text,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     verb.add_argument("uri", metavar="URI", help="where the images are: see below")
     verb.add_argument("--all", action="store_true", help="check every image, not only a sample")
@@ -55,15 +58,13 @@ def main(argv: Sequence[str]) -> Answer:
     verb.add_argument("--max-pixels", type=int, default=MOST_PIXELS, help=limit)
     options = parser.parse_args(argv)
     counts = ("sample", "gpus", "batch_size", "image_size", "max_pixels")
-    problems = [
-        Problem(
-            f"--{name.replace('_', '-')}",
-            what=f"must be 1 or more, not {value}",
-            code="out-of-range",
-        )
-        for name in counts
-        if (value := getattr(options, name)) is not None and value < 1
-    ]
+    problems = []
+    for name in counts:
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            option = f"--{name.replace('_', '-')}"
+            what = f"must be 1 or more, not {value}"
+            problems.append(Problem(option, what=what, code="out-of-range"))
     problems += picture_problems(options.profile)
     if problems:
         raise UserError(*problems)

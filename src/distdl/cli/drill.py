@@ -27,8 +27,11 @@ from distdl.util.suggest import did_you_mean
 
 def main(argv: Sequence[str]) -> Answer:
     """Returns 0 if the run survived every fault that can be done here."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = Parser("python -m distdl drill", description=__doc__, formatter_class=raw)
+    parser = Parser(
+        "python -m distdl drill",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument(
         "run", nargs="*", metavar="RUN|OVERRIDES", help="a run's folder, or as for a run"
     )

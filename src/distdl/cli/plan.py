@@ -37,15 +37,13 @@ def main(argv: Sequence[str]) -> Answer:
         "--tflops", type=float, default=50, help="sustained TFLOP/s of each, not the peak (50)"
     )
     options = parser.parse_intermixed_args(list(argv))
-    problems = [
-        Problem(
-            f"--{name.replace('_', '-')}",
-            what=f"must be more than 0, not {value}",
-            code="out-of-range",
-        )
-        for name in ("devices", "device_memory", "link", "tflops")
-        if (value := getattr(options, name)) is not None and value <= 0
-    ]
+    problems = []
+    for name in ("devices", "device_memory", "link", "tflops"):
+        value = getattr(options, name)
+        if value is not None and value <= 0:
+            option = f"--{name.replace('_', '-')}"
+            what = f"must be more than 0, not {value}"
+            problems.append(Problem(option, what=what, code="out-of-range"))
     if problems:
         raise UserError(*problems)
     with warnings.catch_warnings(action="ignore"):

@@ -57,6 +57,11 @@ def repeated(typed: Sequence[Override]) -> list[str]:
     return [text for key, text in keys if doors.names(key) or credentials.names(key, text)]
 
 
+def asked_again(typed: Sequence[Override]) -> list[str]:
+    """As `repeated`, without the program that was started, which is remembered here."""
+    return repeated([each for each in typed if not programs.is_about(each.key_or_group)])
+
+
 def _agreed(door: doors.Door, speaker: Speaker) -> bool:
     if speaker is Speaker.CONF:
         return door.conf

@@ -154,8 +154,9 @@ def _whole(mapping: dict[str, Any], noun: str, key: str) -> int:
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
         value = int(value)
     if type(value) is not int or abs(value) > LARGEST:
-        name = f"{noun} {mapping['id']!r}"[:60] if key != "id" and "id" in mapping else f"an {noun}"
-        name = name.replace("an category", "a category")
+        name = "a category" if noun == "category" else f"an {noun}"
+        if key != "id" and "id" in mapping:
+            name = f"{noun} {mapping['id']!r}"[:60]
         if key not in mapping:
             raise ValueError(f"{name} has no {key!r}, but {', '.join(sorted(mapping)[:8])}")
         raise ValueError(f"{name} has the {key} {str(value)[:40]!r}, not a whole number")

@@ -98,7 +98,8 @@ def seen_in(stack: Iterable[Frame]) -> tuple[int | None, str, bool]:
     """The phase that a stack is in (the innermost frame first; None: outside all loops), the
     function that tells it, and whether this is part of a batch."""
     stack = [*stack]
-    functions = [each for file, _, name in stack if (each := _function(file, name)).known]
+    functions = [_function(file, name) for file, _, name in stack]
+    functions = [each for each in functions if each.known]
     if not functions:
         return None, "", False
     phase = functions[0].phase

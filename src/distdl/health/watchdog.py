@@ -109,11 +109,14 @@ class Watchdog:
         monitor = [sys.executable, "-P", str(Path(__file__).with_name("monitor.py"))]
         files = [self._stacks.fileno(), self.heartbeat.file.fileno()]
         # Who reads the rank's output must see its end when the rank ends.
-        null = subprocess.DEVNULL
-        error = None if self.environment.world_size == 1 else null
+        error = None if self.environment.world_size == 1 else subprocess.DEVNULL
         with helpers.held():  # the monitor outlives the rank
             self._monitor = subprocess.Popen(
-                monitor, stdin=subprocess.PIPE, stdout=null, stderr=error, pass_fds=files
+                monitor,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=error,
+                pass_fds=files,
             )
         self._tell(
             {

@@ -37,7 +37,7 @@ class Draws(Protocol):
 
     def mark(self) -> Any: ...  # noqa: ANN401, each kind has a type of its own
 
-    def back(self, mark: Any) -> None: ...  # noqa: ANN401
+    def back(self, mark: Any) -> None: ...  # noqa: ANN401, what `mark` returns
 
 
 class GlobalDraws:

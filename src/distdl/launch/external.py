@@ -65,7 +65,7 @@ def main(planner: Planner) -> int:
         return _work(_broadcast(ranks, None))
     try:
         message = _create(planner(ranks))
-    except BaseException:
+    except BaseException:  # whatever it is, the other ranks must not wait for a message
         _broadcast(ranks, REFUSED)
         raise
     return _work(_broadcast(ranks, message))

@@ -39,6 +39,7 @@ from distdl.runs.inputs import StoredInput
 from distdl.util.answering import refuse_silent
 from distdl.util.errors import UserError
 from distdl.util.imports import uncollected
+from distdl.util.redact import redact_command
 from distdl.util.suggest import written
 from distdl.validation import validate
 
@@ -100,6 +101,13 @@ class Plan:
         texts = grammar.texts_of(self.launch.typed)
         return [text.lstrip("+") for text in texts if not text.startswith("~")]
 
+    def resume_command(self, *words: str) -> str:
+        """What continues the run, with these words and those that only the user may say, which a
+        resume needs again."""
+        again = [text.lstrip("+") for text in consent.asked_again(self.launch.typed)]
+        said = redact_command(again)
+        return shlex.join(["python", "-m", "distdl", "resume", shown(self.run.path), *words, *said])
+
     @property
     def last_attempt(self) -> Attempt | None:
         """The newest attempt of the run; None if the run is new."""
@@ -147,7 +155,7 @@ def plan(
             what = f"the old {run_id} failed before its first checkpoint, kept as"
             planned.notes.append(f"{what} {shown(planned.old_run)}")
             return planned
-        resume = f"python -m distdl resume {shown(run.path)}{_resume_arguments(planned, stored)}"
+        resume = planned.resume_command(*_resume_arguments(planned, stored))
         raise UserError.at(
             "name",
             what=f"{run_id} exists with another config:\n{configs.difference(stored, recipe)}",
@@ -159,7 +167,7 @@ def plan(
     return continue_run(planned, chosen=())
 
 
-def _resume_arguments(planned: Plan, stored: DictConfig) -> str:
+def _resume_arguments(planned: Plan, stored: DictConfig) -> list[str]:
     """The arguments to suggest for a resume: the requested changes, if a resume may make all of
     them; else, if the run has finished, arguments to train longer."""
     old, new = (
@@ -176,11 +184,11 @@ def _resume_arguments(planned: Plan, stored: DictConfig) -> str:
             continue
         if key not in before or before[key] != after[key]:
             before[key] = after[key]
-            changed.append(shlex.quote(written(f"{section}.{key}", after[key])))
+            changed.append(written(f"{section}.{key}", after[key]))
     if old == new:
-        return f" {' '.join(changed)}"
+        return changed
     longer = configs.longer(stored) if planned.finished else ""
-    return f" {longer}" if longer else ""
+    return longer.split()
 
 
 def never_trained(run: RunDirectory) -> bool:
@@ -281,9 +289,9 @@ def check_classes(planned: Plan, *, apart: bool = False) -> None:
     launch = planned.launch
     assert launch.resolved is not None
     starts_here = launch.is_local and not apart and not config.dry_run
-    # With chosen GPUs another process trains: they must be set before anything queries the devices;
-    # and so does a rank that may be started again.
-    other_process = size.device_ids or config.launcher.get("max_attempts")
+    # A process of its own trains if GPUs are chosen, since they must be set before anything queries
+    # the devices, or if the rank may be started again.
+    other_process = bool(size.device_ids or config.launcher.get("max_attempts"))
     trains_here = starts_here and size.world_size == 1 and not other_process and program is None
     own_launcher = configs.is_own(config.launcher.get("_target_"))
     agent = starts_here and not trains_here and size.world_size > 1

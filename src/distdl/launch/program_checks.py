@@ -84,8 +84,10 @@ def problems(
     why = launcher.loses_store(node) if launcher is not None else ""
     if why and node.get("max_attempts") and program.checkpoints is None:
         what = f"launcher.max_attempts={node['max_attempts']} needs a place that lasts: {why}"
-        remedy = "program.checkpoints=s3://BUCKET/FOLDER, azure://CONTAINER/FOLDER, or a folder "
-        remedy += "that all hosts share; or launcher.max_attempts=0"
+        remedy = (
+            "program.checkpoints=s3://BUCKET/FOLDER, azure://CONTAINER/FOLDER, or a folder "
+            "that all hosts share; or launcher.max_attempts=0"
+        )
         yield Problem("program.checkpoints", what=what, remedy=remedy, code="missing-key")
 
 

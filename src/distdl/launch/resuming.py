@@ -46,8 +46,11 @@ def plan(
     elif where.launcher["_target_"] == external.TARGET:  # this time no tool has started ranks
         where.launcher = compose.compose([]).launcher
     config, so_far = (configs.merge(recipe, where, each) for each in (changes, earlier))
-    select = OmegaConf.select
-    new = [p for p in changes if p in typed_paths and select(config, p) != select(so_far, p)]
+    new = [
+        path
+        for path in changes
+        if path in typed_paths and OmegaConf.select(config, path) != OmegaConf.select(so_far, path)
+    ]
     # Setting the same value again is not a change: a finished run stays finished.
     changes = {p: value for p, value in changes.items() if p in new or p in earlier}
     consent.refuse(config, parsed)

@@ -81,7 +81,7 @@ def print_next_command(
         say(f"failed before its first checkpoint. Fix the error, then start again:\n  {again}")
         return
     if not configs.evaluates(planned.config):
-        again = f"python -m distdl resume {shown(planned.run.path)}"
+        again = planned.resume_command()
     say(f"{state.lower()}. To resume:\n  {again}")
 
 
@@ -102,12 +102,11 @@ def wait_or_follow(job: JobBase, attempt: Attempt, planned: Plan) -> JobState | 
 
 
 def how_to_train_longer(planned: Plan) -> str:
-    path = shown(planned.run.path)
-    what = f"{path} has finished: nothing to do"
+    what = f"{shown(planned.run.path)} has finished: nothing to do"
     longer = configs.longer(planned.config)
     if not longer:
         return what
-    return f"{what}. To train longer:\n  python -m distdl resume {path} {longer}"
+    return f"{what}. To train longer:\n  {planned.resume_command(*longer.split())}"
 
 
 def report_failure(attempt: Attempt) -> None:

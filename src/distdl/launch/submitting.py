@@ -77,11 +77,11 @@ def _submit(
     if attempts != expected:  # another start took the expected number in between, and has ended
         request = request_for(launcher, specs_of(planned, attempts), sweep)
     with ExitStack() as stack:
-        for attempt in attempts:
-            stack.enter_context(refusal_recorded(attempt))
+        for each, attempt in zip(planned, attempts, strict=True):
+            stack.enter_context(refusal_recorded(each, attempt))
         submitted = launcher.submit(request)
-    each = submitted if isinstance(submitted, list) else [submitted]
-    pairs = list(zip(attempts, map(adapted_job, each), strict=True))
+    submitted_jobs = submitted if isinstance(submitted, list) else [submitted]
+    pairs = list(zip(attempts, map(adapted_job, submitted_jobs), strict=True))
     for attempt, job in pairs if code is not None else ():
         jobs.record(attempt, job)
     return pairs
@@ -130,7 +130,7 @@ def create_attempt(planned: Plan, command: Sequence[str], code: Snapshot | None)
                     planned.run.undo_create()
             raise
         if code is not None:
-            with refusal_recorded(attempt):
+            with refusal_recorded(planned, attempt):
                 Bundle.write(planned.run, attempt, code)
     return attempt
 
@@ -184,18 +184,18 @@ def interruption_recorded(*planned: Plan) -> Iterator[None]:
 
 
 @contextmanager
-def refusal_recorded(attempt: Attempt) -> Iterator[None]:
+def refusal_recorded(planned: Plan, attempt: Attempt) -> Iterator[None]:
     """Records the end of an attempt that could not be submitted."""
     try:
         yield
-    except BaseException as error:
+    except BaseException as error:  # an SDK's error, a bug, Ctrl-C: each ends the attempt
         state = JobState.FAILED
         if isinstance(error, KeyboardInterrupt):
             state = stopping.state_after_exit(-stopping.signal_number(error))
         attempt.end(state, error=f"not submitted: {redact(str(error))}")
         run = shown(attempt.path.parents[1])
         say(
-            f"{run} is kept. Once the problem is fixed:\n  python -m distdl resume {run}",
+            f"{run} is kept. Once the problem is fixed:\n  {planned.resume_command()}",
             to=sys.stderr,
         )
         raise

@@ -26,7 +26,6 @@ WITH_RESNET = {
 # These look at strides from 8 to 128 pixels, not from 4 to 64.
 WITHOUT_FIRST_LAYER = ("retinanet_resnet50_fpn", "fcos_resnet50_fpn")
 RESNET = ("conv1", "bn1", "layer1", "layer2", "layer3", "layer4")
-TRAINED = 3  # of the five stages of a backbone, if it starts from weights, as in torchvision
 # What computes boxes, scores and masks from features. Everything after it is float32.
 HEADS = (
     "rpn.head",

@@ -30,11 +30,10 @@ def heads_of(network: nn.Module, classes: int | None) -> tuple[str, ...]:
         names = (stated,) if isinstance(stated, str) else tuple(stated)
         if all(name in layers for name in names):
             return names
-    with_outputs = [
-        name
-        for name, layer in layers.items()
-        if (count := _outputs(layer)) and classes in (None, count)
-    ]
+    outputs = {name: _outputs(layer) for name, layer in layers.items()}
+    with_outputs = [name for name, count in outputs.items() if count]
+    if classes is not None:
+        with_outputs = [name for name in with_outputs if outputs[name] == classes]
     return tuple(with_outputs[-1:])
 
 

@@ -154,8 +154,10 @@ def _receive(
             if now > min(next_line, deadline):
                 missing = [rank for rank in range(place.world_size) if rank not in values]
                 some = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-                what = f"{len(missing)} of {place.world_size} ranks have not come to "
-                what += f"{with_port(place.main_address, place.main_port)}: {some}"
+                where = with_port(place.main_address, place.main_port)
+                what = (
+                    f"{len(missing)} of {place.world_size} ranks have not come to {where}: {some}"
+                )
                 if now > deadline:
                     raise NotMet(what)
                 log.warning("%s; waiting", what)

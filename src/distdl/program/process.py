@@ -143,7 +143,9 @@ class Process:
         why = ""
         while (code := self.ended()) is None or (asked is not None and self.lives()):
             now = time.monotonic()
-            if asked is None and (stop or (why := at_tick())):
+            if asked is None and not stop:
+                why = at_tick()
+            if asked is None and (stop or why):
                 asked = now
                 interrupted = stop.signal == signal.SIGINT.name
                 self.ask(signal.SIGINT if interrupted else signal.SIGTERM)

@@ -133,11 +133,11 @@ def _run(program: Program, rank: ProgramRank) -> None:
         env |= variables.of_framework(program, place, addresses)
         if place.rank == 0:
             _record_ranks(rank, met.told)
-            _print_start(program, rank, place)
+            _print_start(program, rank)
         failed = True
         try:
             with writes:
-                _execute(program, rank, place, env, met if serves else None)
+                _execute(program, rank, env, met if serves else None)
             met.end()
             failed = False
         except Stopped:
@@ -211,7 +211,7 @@ def _record_ranks(rank: ProgramRank, told: Sequence[Mapping[str, Any]]) -> None:
     rank.attempt.record_ranks([{**row, "rank": number} for row, number in pairs])
 
 
-def _print_start(program: Program, rank: ProgramRank, place: Environment) -> None:
+def _print_start(program: Program, rank: ProgramRank) -> None:
     size = rank.resources
     per = "" if program.per == "rank" else ", a program per node"
     say(f"run     {shown(rank.run.path)}  (attempt {rank.attempt.number})")
@@ -225,7 +225,6 @@ def _print_start(program: Program, rank: ProgramRank, place: Environment) -> Non
 def _execute(
     program: Program,
     rank: ProgramRank,
-    place: Environment,
     env: Mapping[str, str],
     served: meeting.Meeting | None,
 ) -> None:

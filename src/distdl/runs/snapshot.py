@@ -136,7 +136,10 @@ def take(
     candidates = [(root / name, f"project/{name}") for name in project.names]
     candidates += metadata_of(root)
     refuse_large(root, candidates, limit_mb)
-    secrets = {**secret_values(), **{n: v for n in secret_names if (v := os.environ.get(n, ""))}}
+    secrets = dict(secret_values())
+    for name in secret_names:
+        if value := os.environ.get(name, ""):
+            secrets[name] = value
     values = tuple((name, os.fsencode(v)) for name, v in secrets.items() if len(v) >= 8)
     files: list[tuple[Path, str]] = []
     left_out = [(printable(name), why) for name, why in project.left_out]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import random
@@ -131,7 +132,7 @@ class RemoteStore(ABC, Generic[C]):
 
             def fetch_part(start: int) -> None:
                 count = min(PART, size - start)
-                get = lambda: self._complete_range(name, start, count)  # noqa: E731
+                get = functools.partial(self._complete_range, name, start, count)
                 write_at(file, self.retried(name, get, progress), start)
                 if progress is not None:
                     progress(count)
@@ -253,7 +254,7 @@ def in_parallel(action: Callable[[int], None], items: Sequence[int]) -> None:
                 return
             try:
                 action(item)
-            except BaseException as error:
+            except BaseException as error:  # of this thread; the caller raises it
                 errors.append(error)
 
     threads = [threading.Thread(target=work, daemon=True) for _ in items[1:THREADS]]

@@ -113,7 +113,7 @@ class S3Store(RemoteStore["BaseClient"]):
                 self.client.complete_multipart_upload, **new, MultipartUpload=parts
             )
             self.retried(name, lambda: store(complete), progress)
-        except BaseException:
+        except BaseException:  # Ctrl-C, too, leaves no half upload, for which S3 takes money
             with suppress(Exception):  # raise the original error
                 self.client.abort_multipart_upload(**new)
             raise

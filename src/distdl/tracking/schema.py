@@ -48,7 +48,8 @@ def migrations() -> dict[str, Migration]:
     """The migrations of the installed MLflow, by the schema that each leads to."""
     spec = importlib.util.find_spec("mlflow")
     known: dict[str, Migration] = {}
-    for folder in (spec and spec.submodule_search_locations) or ():
+    folders = spec.submodule_search_locations if spec is not None else None
+    for folder in folders or ():
         for path in Path(folder, "store/db_migrations/versions").glob("*.py"):
             text = path.read_text(encoding="utf-8")
             name = re.search(r"^revision = ['\"](\w+)", text, re.MULTILINE)

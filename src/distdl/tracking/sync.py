@@ -125,7 +125,7 @@ def _send(sender: Delivery, progress: Callable[[int], None]) -> None:
     for wait in (*WAITS, None):
         try:
             return sender.send_all(progress)
-        except Exception as error:  # the same; raised again
+        except Exception as error:  # of MLflow, its database or its HTTP client
             if wait is None or refusal(error, sender.uri):
                 raise
         time.sleep(wait)

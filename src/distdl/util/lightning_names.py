@@ -63,8 +63,12 @@ def serve() -> None:
     # import Lightning.
     multiprocessing.current_process()._config["distdl"] = Spawned()  # type: ignore[attr-defined]
     loaded = [*sys.modules]  # another thread may import meanwhile
-    both = {name: real for name in loaded if (real := real_name(name))}
-    second = [n for n, real in both.items() if sys.modules.get(n) is not sys.modules.get(real)]
+    both = {name: real_name(name) for name in loaded}
+    second = [
+        name
+        for name, real in both.items()
+        if real and sys.modules.get(name) is not sys.modules.get(real)
+    ]
     for name in second:
         sys.modules.pop(name, None)
     if second:

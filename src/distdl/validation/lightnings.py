@@ -99,9 +99,11 @@ def try_trainer(arguments: Mapping[str, Any]) -> Problem | str | None:
         # These two would change this process.
         "deterministic": None,
         "benchmark": None,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "plugins": [LightningEnvironment()],
     }
-    neutral |= dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
-    neutral["plugins"] = [LightningEnvironment()]
     passed = {**arguments, **neutral}
     logging.disable(logging.INFO)  # the Trainer that trains logs these messages again
     try:

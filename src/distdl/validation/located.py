@@ -46,7 +46,7 @@ def locate(target: str, path: Path, trust: Trust, findings: ConfigFindings) -> o
         near = closest(error.missing, [*modules, *public])
         remedy = f"did you mean {error.reached}.{near}?" if near else ""
         findings.add(path, str(error), remedy, code="incomplete")
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit) as error:  # an import runs the module's code
         if shadowing(error, trust.folders):
             raise  # all further imports would fail in the same way
         package = str(getattr(error, "name", None)).partition(".")[0]

@@ -80,7 +80,9 @@ def misfit(node: dict[str, Any]) -> Problem | None:
     try:
         build_on_meta(node)
     except Exception as error:  # any class's __init__ runs
-        return _explain((isinstance(error, InstantiationException) and error.__cause__) or error)
+        if isinstance(error, InstantiationException) and error.__cause__:
+            return _explain(error.__cause__)
+        return _explain(error)
     return None
 
 

@@ -34,9 +34,7 @@ _ON_THIS_MACHINE = (_LOCAL, "distdl.launchers.external")  # the workers run wher
 PACKAGES = {"WandbLogger": "wandb", "CometLogger": "comet_ml", "ClearMLLogger": "clearml"}
 # Launcher keys whose names look secret, but whose values only name something.
 _NO_SECRETS = ("kms_key", "key_vault")
-
-
-_ANOTHER = "choose another folder"
+_ANOTHER_FOLDER = "choose another folder"
 # Values of 0 with which a training does nothing, and what to write instead.
 _NOTHING = {
     "limit_train_batches": ("0 would train on no batches", "null for all batches"),
@@ -72,7 +70,9 @@ def trainer(resolved: Resolved) -> Iterator[Problem]:
         path = f"trainer.{key}"
         strategy = words.strategy_for(str(value))
         if key in words.TRAINER_OWNED:
-            remedy = (key == "strategy" and strategy) or words.TRAINER_OWNED[key]
+            remedy = words.TRAINER_OWNED[key]
+            if key == "strategy" and strategy:
+                remedy = strategy
             yield Problem(path, what="is set by distdl itself", remedy=remedy, code="reserved")
         elif key in lightning_1.TRAINER:
             yield Problem(
@@ -161,7 +161,7 @@ def names(resolved: Resolved) -> Iterator[Problem]:
             yield Problem(
                 "output_dir",
                 what=f"the path of {output!r} contains {odd!r}, which no script can contain",
-                remedy=_ANOTHER,
+                remedy=_ANOTHER_FOLDER,
                 code="wrong-kind",
             )
     for problem in variable_problems(resolved.section("launcher")):
@@ -175,7 +175,7 @@ def _unwritable(output: str) -> Iterator[Problem]:
         yield Problem(
             "output_dir",
             what="is empty (a variable that is not set?)",
-            remedy=_ANOTHER,
+            remedy=_ANOTHER_FOLDER,
             code="missing-key",
         )
         return
@@ -183,7 +183,7 @@ def _unwritable(output: str) -> Iterator[Problem]:
         yield Problem(
             "output_dir",
             what=f"{output} is not a folder: mount it, and name the folder where it is mounted",
-            remedy=_ANOTHER,
+            remedy=_ANOTHER_FOLDER,
             code="wrong-kind",
         )
         return
@@ -193,15 +193,20 @@ def _unwritable(output: str) -> Iterator[Problem]:
         yield Problem(
             "output_dir",
             what=f"cannot be created: {error.strerror}",
-            remedy=_ANOTHER,
+            remedy=_ANOTHER_FOLDER,
             code="not-writable",
         )
         return
     if not part.is_dir():
-        yield Problem("output_dir", what=f"{part} is a file", remedy=_ANOTHER, code="wrong-kind")
+        yield Problem(
+            "output_dir", what=f"{part} is a file", remedy=_ANOTHER_FOLDER, code="wrong-kind"
+        )
     elif not os.access(part, os.W_OK | os.X_OK):
         yield Problem(
-            "output_dir", what=f"you may not write to {part}", remedy=_ANOTHER, code="not-writable"
+            "output_dir",
+            what=f"you may not write to {part}",
+            remedy=_ANOTHER_FOLDER,
+            code="not-writable",
         )
 
 

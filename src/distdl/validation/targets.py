@@ -158,11 +158,10 @@ def advice(target: str) -> str:
 def target_problems(values: dict[str, Any], trust: Trust) -> list[tuple[Path, Problem]]:
     """The refused `_target_`s of a config, and strings that still hold an interpolation: Hydra
     would resolve them again, and might then find a `_target_`."""
-    refused = [
-        ((*path, "_target_"), why)
-        for path, node in nodes(values)
-        if (why := problem_of(node["_target_"], trust, path))
-    ]
+    refused = []
+    for path, node in nodes(values):
+        if why := problem_of(node["_target_"], trust, path):
+            refused.append(((*path, "_target_"), why))
     what = "still holds an interpolation after it was resolved:"
     for path, text in walk({key: values.get(key) for key in BUILT}):
         if isinstance(text, str) and "${" in text:

@@ -160,7 +160,7 @@ def perform(config: DictConfig, bundle: Bundle, context: RankContext) -> dict[st
         metrics = performing.build_and_run(config, context)
     except Stopped:
         raise
-    except BaseException as error:
+    except BaseException as error:  # a training may raise anything
         failed = True
         # Record the error first: when this rank ends, the others fail too.
         record_failure(context.attempt, environment.rank, error, context.watchdog)

@@ -178,7 +178,7 @@ def outcome_told(context: RankContext, tracker: Tracking) -> Iterator[None]:
     except Stopped as request:
         state = request.state
         raise
-    except BaseException as error:
+    except BaseException as error:  # a training may raise anything
         # Before the tracker, which may be slow.
         record_failure(context.attempt, context.environment.rank, error, context.watchdog)
         raise

@@ -271,7 +271,7 @@ def test_who_said_it(folders):
         ("launcher.infiniband: true", "launcher.infiniband is not a key that needs trust"),
         ("[project.allow]", "is not a mapping"),
         ("a: [b", "is not YAML"),
-        ("\xff", "is not"),
+        ("\xff", "cannot be read: 'utf-8' codec"),
     ],
 )
 def test_a_wrong_trust_file_is_refused(content, what, folders):
@@ -279,7 +279,7 @@ def test_a_wrong_trust_file_is_refused(content, what, folders):
     file.write_bytes(content.encode("latin-1"))
     with pytest.raises(UserError, match=r"trust\.yaml") as error:
         trust.read()
-    assert what in str(error.value) or "cannot be read" in str(error.value)
+    assert what in str(error.value)
 
 
 @pytest.mark.parametrize("writable", ["", "/trust.yaml"])

@@ -13,8 +13,9 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from distdl.data.drawing import seed_all
 from distdl.data.keyed import is_marked
-from distdl.data.own_generators import OwnGenerators
+from distdl.data.own_generators import CLOSED_PARTS, OwnGenerators
 from distdl.data.sampling import TrainPosition
+from tests.conftest import ROOT
 from tests.multiprocess import drawing
 from tests.unit.sample_data import Loaders, share
 
@@ -189,3 +190,11 @@ def test_what_workers_of_a_stateful_loader_draw_globally_is_named(workers, caplo
         source.train_dataloader()
     named = ["the workers of StatefulDataLoader draw from the global" in m for m in caplog.messages]
     assert named == [True] * workers
+
+
+def test_what_is_closed_of_distdl_names_its_packages():
+    """A package that has moved would be searched."""
+    names = [name for name in CLOSED_PARTS if name.startswith("distdl.")]
+    assert names
+    for name in names:
+        assert ROOT.joinpath("src", *name.split(".")).is_dir(), name

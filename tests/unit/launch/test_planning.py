@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from distdl.config import compose
-from distdl.launch import planning
+from distdl.launch import launch, planning
+from distdl.runs.directory import RunDirectory
 from distdl.util.errors import UserError
+
+RUN = RunDirectory(Path("outputs/default/a b"))
 
 
 def refused(*overrides: str) -> str:
@@ -51,3 +56,20 @@ def test_what_can_train(tmp_path, monkeypatch):
     words = ["data.num_classes=10", "model.num_classes=20", "task=validate", "trainer.max_epochs=0"]
     words.append("task.checkpoint=none")
     planning.plan(compose.compose(["trainer.accelerator=cpu", *words]))
+
+
+def test_what_continues_a_run_has_the_words_that_only_the_user_may_say(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = [
+        "launcher=mpi",
+        "launcher.hosts=[localhost]",
+        "launcher.python=python3 -s",
+        "project.allow=[mine]",
+        "trainer.accelerator=cpu",
+        "trainer.devices=1",
+    ]
+    config = compose.compose(words)
+    planned = planning.Plan(launch.of(config, compose.typed(config)), config, RUN, "default/a b")
+    command = planned.resume_command("trainer.max_epochs=4")
+    assert command.startswith("python -m distdl resume 'outputs/default/a b' trainer.max_epochs=4 ")
+    assert command.endswith(" 'launcher.python=python3 -s' 'project.allow=[mine]'")

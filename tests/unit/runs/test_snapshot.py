@@ -203,7 +203,7 @@ def as_another_user(root: Path) -> str:
         try:
             os.setuid(1234 if os.getuid() == 0 else os.getuid())
             take(root)
-        except Exception as error:
+        except Exception as error:  # the parent fails with any text that it gets
             os.write(writing, str(error).encode())
         finally:
             os._exit(0)
@@ -420,7 +420,8 @@ def test_a_secret_is_left_out_and_named_by_line_and_kind(tmp_path):
         assert f"line {line or 1} holds {kind}" in reasons[name]
         longest = max(content.replace("\\n", " ").split(), key=len)
         assert longest[:30] not in shown
-        if kind != "a secret by its name":  # by name logs hide more, see test_redact
+        # Logs also hide values whose names look secret: test_redact proves that.
+        if kind != "a secret by its name":
             assert not [*find(hide_shapes(content).encode())]
     assert sent(tmp_path) == {"train.py"}
 

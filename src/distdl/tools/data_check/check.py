@@ -99,9 +99,9 @@ def of_objects(
     bad = show.objects(screen, data, seen, every)
     if rates is not None:
         screen.line("reading", f"{rates.reading:,.0f} img/s by one process")
-    words = ["python -m distdl", "data=coco", override("data.root", data.uri)]
-    words += [f"data.num_classes={len(data.classes)}", "model=maskrcnn"]
-    screen.line("next", " ".join(words))
+    root = override("data.root", data.uri)
+    classes = f"data.num_classes={len(data.classes)}"
+    screen.line("next", f"python -m distdl data=coco {root} {classes} model=maskrcnn")
     return 1 if bad or any(s.damaged for s in seen.values()) else 0
 
 
@@ -121,7 +121,10 @@ def inspect(data: DataAtUri, options: argparse.Namespace) -> tuple[dict[str, Any
     if options.all:
         total = data.count
         with Bar("looking at every image") as bar:
-            progress = lambda done: bar(done, total, f"{done:,} of {total:,}")  # noqa: E731
+
+            def progress(done: int) -> None:
+                bar(done, total, f"{done:,} of {total:,}")
+
             seen = image_files.inspect_all_images(data, os.cpu_count() or 1, progress)
     return seen, rates
 

@@ -56,7 +56,7 @@ def measure(reader: ImageReader, indices: Sequence[int], image_size: int) -> Rat
     if not images:
         return None
     most = reader.max_pixels
-    smaller = [small for data in images if (small := shrunk(data, most)) is not None]
+    smaller = [small for small in (shrunk(data, most) for data in images) if small is not None]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -224,7 +224,9 @@ class OwnProgram(Subject):
         names = sorted({*before, *after})
         differing = [name for name in names if before.get(name) != after.get(name)]
         few = ", ".join(differing[:NAMED]) + (", ..." if len(differing) > NAMED else "")
-        row.files = f"differ: {few}" if differing else "equal" if names else "none"
+        row.files = "equal" if names else "none"
+        if differing:
+            row.files = f"differ: {few}"
         return True
 
 

@@ -58,7 +58,9 @@ def _bounds_differ(one: Schema, other: Schema) -> bool:
 def both(one: Schema | None, other: Schema | None) -> Schema:
     """What fits two schemas, of which each may be unknown."""
     known = [each for each in (one, other) if each]
-    return known[0] if len(known) == 1 else {"allOf": known} if known else {}
+    if len(known) == 2:
+        return {"allOf": known}
+    return known[0] if known else {}
 
 
 def written(schema: Schema) -> Schema:

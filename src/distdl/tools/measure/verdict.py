@@ -83,8 +83,12 @@ def judge(
         parts.append(f"{100 * mfu:.0f} % of the measured matrix rate")
     if bandwidth_use is not None and bandwidth_use >= 0.01:
         parts.append(f"at least {100 * bandwidth_use:.0f} % of the measured copy bandwidth")
-    why = f"waiting for the batch takes {waits} of a step, and unhidden communication "
-    why += f"{100 * exposed:.0f} %" + (f"; the model uses {' and '.join(parts)}" if parts else "")
+    why = (
+        f"waiting for the batch takes {waits} of a step, and unhidden communication "
+        f"{100 * exposed:.0f} %"
+    )
+    if parts:
+        why += f"; the model uses {' and '.join(parts)}"
     if host_paced > MUCH_HOST:
         text = f"for {100 * host_paced:.0f} % of a step the device waits for the host, which "
         return Verdict(HOST, f"{text}starts its kernels; {why}", host_remedies(setting))

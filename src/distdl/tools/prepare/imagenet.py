@@ -167,7 +167,8 @@ class ImageNet:
 def val_class(name: str) -> str:
     """The wnid of a validation image: from the number in its name, else from its folder."""
     match = VAL_NAME.match(_base(name))
-    return (match and val_labels().get(int(match[1]))) or _wnid(name)
+    label = val_labels().get(int(match[1])) if match else None
+    return label or _wnid(name)
 
 
 @cache

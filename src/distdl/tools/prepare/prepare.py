@@ -50,8 +50,13 @@ def run(options: argparse.Namespace, module: ModuleType) -> None:
     with readable("--source"):
         source: Source = module.open_source(options)
         described = source.describe()
-    settings = {"source": described, "images": treatment.settings()}
-    settings |= {key: getattr(options, key) for key in ("format", "seed", "shard_mb")}
+    settings = {
+        "source": described,
+        "images": treatment.settings(),
+        "format": options.format,
+        "seed": options.seed,
+        "shard_mb": options.shard_mb,
+    }
     work = Preparation(options.to, settings, options.append)
     if options.upload and (options.dry_run or not work.complete):
         from distdl.tools.prepare.upload import check_target

@@ -41,7 +41,7 @@ def write_in_parallel(parts: list[Part], writer: Writer, workers: int, advance: 
         with ProcessPoolExecutor(workers, context, _enter_worker, (writer, counts)) as pool:
             try:
                 _keep_busy(pool, parts, 2 * workers, report)
-            except BaseException:
+            except BaseException:  # Ctrl-C, too, leaves no process behind
                 for process in multiprocessing.active_children():
                     process.terminate()
                 # Wait, since a pool that is still alive at Python's exit may raise an error.

@@ -146,8 +146,10 @@ class Preparation:
         if different:
             remedy = "repeat the first command, name another folder (--to DIR), or remove this one"
             if all(one.startswith("source.") for one in different):
-                remedy = "prepare the changed source into a new folder (--to DIR), or first rm -r "
-                remedy += shlex.quote(str(self.out))
+                remedy = (
+                    "prepare the changed source into a new folder (--to DIR), or first rm -r "
+                    f"{shlex.quote(str(self.out))}"
+                )
             raise UserError.at(
                 "--to",
                 what=f"{self.out} {how}: {'; '.join(different)}",

@@ -74,7 +74,8 @@ def decide(
     allowed = dict.fromkeys(bracket, rungs.ends[0])
     competing = [*bracket]
     for end, following in zip(rungs.ends, rungs.ends[1:], strict=False):
-        reached = {n: v for n in competing if (v := _value_at(bracket[n], end)) is not None}
+        values = {n: _value_at(bracket[n], end) for n in competing}
+        reached = {n: value for n, value in values.items() if value is not None}
         competing = [n for n in competing if n in reached or not bracket[n].is_out]
         if not complete or len(reached) < len(competing) or not competing:
             break

@@ -62,7 +62,7 @@ def begin(search: Search, sampler: str) -> None:
 
 def told(search: Search, trial: SearchTrial) -> None:
     """Prints the line of a trial that has just ended."""
-    parts = [f"trial {trial.number:3}", f"{value_text(search, trial):10}"]
+    parts = [f"trial {trial.number:3}", f"{value_text(trial):10}"]
     parts.append(f"{data.duration(trial.seconds) if trial.seconds else '':>6}")
     parts.append(trial.text)
     if trial.why:
@@ -88,7 +88,7 @@ def _left(search: Search) -> Iterator[str]:
     yield f"{left} left{about}"
 
 
-def value_text(search: Search, trial: SearchTrial) -> str:
+def value_text(trial: SearchTrial) -> str:
     """The values of a trial, or how it ended without one."""
     if trial.end is TrialEnd.COMPLETE:
         return " ".join(map(_number, trial.results))

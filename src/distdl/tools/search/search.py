@@ -246,7 +246,7 @@ class Search:
             self.patience.wait(unwritable(self.folder, error))
             self.left.insert(0, trial)
             return False
-        except BaseException:
+        except BaseException:  # Ctrl-C, or a bug: the trial holds no slot either way
             trial.slot = None
             self.free.insert(0, slot)
             raise

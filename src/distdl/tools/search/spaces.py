@@ -156,8 +156,9 @@ def parsed(words: Sequence[str]) -> Searched:
     """
     if unreadable := [*_unreadable(words)]:
         raise UserError(*unreadable)
-    rewritten = {word: long for word in words if (long := in_full(word)) != word}
-    overrides = grammar.parse_overrides([rewritten.get(word, word) for word in words])
+    full = [in_full(word) for word in words]
+    rewritten = {short: long for short, long in zip(words, full, strict=True) if long != short}
+    overrides = grammar.parse_overrides(full)
     spaces: list[Space] = []
     problems: list[Problem] = []
     given = [each.key_or_group for each in overrides]

@@ -64,7 +64,7 @@ class Threads(Executor):
             self._count(1)
             try:
                 result = task()
-            except BaseException as error:
+            except BaseException as error:  # whatever the task raises is its caller's
                 self._count(-1)
                 future.set_exception(error)
             else:

@@ -225,7 +225,8 @@ class DistdlScheduler(WorkspaceMixin[None], Scheduler[Mapping[str, CfgVal]]):
         if not self.folder.is_dir():
             return []
         found = [run.path.name for run in jobs.runs_below(self.folder)]
-        own = {name: attempt for name in found if (attempt := self._attempt(name))}
+        attempts = {name: self._attempt(name) for name in found}
+        own = {name: attempt for name, attempt in attempts.items() if attempt}
         states = jobs.states([*own.values()])
         return [
             ListAppResponse(app_id=name, state=STATES[state], name=apps.role_of(_command(attempt)))
