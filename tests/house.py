@@ -138,6 +138,18 @@ def core_to_tools():
     return [(a, b) for a in core for b in imported()[a] if package(b) in TOOLS]
 
 
+def tools_by_name():
+    """Tools that a file of the core calls by their names, each with the file."""
+    found = set()
+    for name in INNER:
+        if package(name) in CORE:
+            for node in ast.walk(trees()[FILES[name]]):
+                text = node.value if isinstance(node, ast.Constant) else None
+                if isinstance(text, str) and text in FILES and package(text) in TOOLS:
+                    found.add((name, text))
+    return found
+
+
 def sentence(layer):
     """The first line of a package's docstring."""
     text = ast.get_docstring(trees()[FILES[f"distdl.{layer}"]]) or ""
@@ -155,7 +167,8 @@ def table():
     total = (
         f"{len(LAYERS)} packages, {len(pairs)} arrows; "
         f"the core: {len(CORE)} packages, {len(within)} arrows; "
-        f"imports of a tool by the core: {len(core_to_tools())}"
+        f"imports of a tool by the core: {len(core_to_tools())}, "
+        f"calls of one by its name: {len(tools_by_name())}"
     )
     return "\n".join([*rows, "", total + "."])
 

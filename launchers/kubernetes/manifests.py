@@ -23,7 +23,12 @@ from distdl.launchers.kubernetes.names import (
     JobNames,
 )
 from distdl.launchers.kubernetes.pods import Manifest, PodTemplate
-from distdl.util.exit_codes import EXIT_NOT_STARTED, EXIT_PREEMPTED, EXIT_REFUSED
+from distdl.util.exit_codes import (
+    EXIT_NOT_EXECUTABLE,
+    EXIT_NOT_STARTED,
+    EXIT_PREEMPTED,
+    EXIT_REFUSED,
+)
 from distdl.util.tail import plain
 
 # A ConfigMap holds 1 MiB: https://kubernetes.io/docs/concepts/configuration/configmap/
@@ -65,7 +70,7 @@ class KubernetesRequest(JobNames):
 
         disrupted = {"type": "DisruptionTarget", "status": "True"}
         rules = [
-            exits("FailJob", EXIT_REFUSED, EXIT_NOT_STARTED - 1, EXIT_NOT_STARTED),
+            exits("FailJob", EXIT_REFUSED, EXIT_NOT_EXECUTABLE, EXIT_NOT_STARTED),
             {"action": "Ignore", "onPodConditions": [disrupted]},
             exits("Ignore", EXIT_PREEMPTED),
         ]

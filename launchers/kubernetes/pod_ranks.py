@@ -28,13 +28,13 @@ from distdl.util.exit_codes import (
     EXIT_FAILURE,
     EXIT_PREEMPTED,
     EXIT_REFUSED,
+    GRACEFUL,
     as_shell,
 )
 
 POLL_S = 0.2
 SETTLE_S = 5.0  # after a failure, for the other pods to say how they ended
 FAILED_GRACE_S = 5.0  # when a pod has failed, the ranks of the others cannot save
-GRACEFUL = (0, EXIT_PREEMPTED, EXIT_CANCELLED)
 START = "start.json"
 
 

@@ -26,7 +26,7 @@ from distdl.launchers.heartbeat import VANISHED, Heartbeat, HostEnd
 from distdl.launchers.sagemaker.instances import instances
 from distdl.launchers.sagemaker.sagemaker_request import REGION, SECRETS
 from distdl.util.errors import UserError
-from distdl.util.exit_codes import EXIT_CANCELLED, EXIT_FAILURE, EXIT_PREEMPTED, as_shell
+from distdl.util.exit_codes import EXIT_FAILURE, EXIT_PREEMPTED, GRACEFUL, as_shell
 
 ROOT = "DISTDL_SAGEMAKER_ROOT"  # a folder to use instead of /opt/ml
 RESOURCES = "input/config/resourceconfig.json"  # below /opt/ml
@@ -38,7 +38,6 @@ GRACE_SECONDS = 100
 FAILED_GRACE_SECONDS = 5
 SETTLE_SECONDS = 3  # after a failure, for the other hosts to report how they ended
 FAILURE_LENGTH = 1024  # characters of /opt/ml/output/failure that SageMaker shows
-GRACEFUL = (0, EXIT_PREEMPTED, EXIT_CANCELLED)
 
 
 def _by_number(name: str) -> list[int | str]:

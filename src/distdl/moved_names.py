@@ -7,9 +7,11 @@ working. When a module moves, its old name gets a line here, and no file stays b
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import CodeType, ModuleType
+from typing import Any
 
 # Old name -> new name, of a package with all that is in it, of a module, or of an object.
 MOVED = {
@@ -31,6 +33,14 @@ MOVED = {
     "distdl.scaling": "distdl.tools.scaling",
     "distdl.serving": "distdl.tools.serving",
     # Modules.
+    "distdl.report.data": "distdl.tools.pages.data",
+    "distdl.report.plots": "distdl.tools.pages.plots",
+    "distdl.tools.report.data": "distdl.tools.pages.data",
+    "distdl.tools.report.parts": "distdl.tools.pages.parts",
+    "distdl.tools.report.plots": "distdl.tools.pages.plots",
+    "distdl.callbacks.epoch_metrics": "distdl.loops.epoch_metrics",
+    "distdl.data.worker_signals": "distdl.data.worker_end",
+    "distdl.util.plurals": "distdl.util.wording",
     "distdl.datasets.folder": "distdl.tools.prepare.folder",
     "distdl.datasets.imagenet": "distdl.tools.prepare.imagenet",
     "distdl.datasets.images": "distdl.tools.prepare.images",
@@ -97,6 +107,12 @@ class MovedLoader:
 
     def exec_module(self, module: ModuleType) -> None:
         sys.modules[module.__name__] = _found(current(module.__name__))
+
+    def get_code(self, name: str) -> CodeType | None:
+        """For `python -m OLD_NAME`."""
+        spec = importlib.util.find_spec(current(name))
+        loader: Any = spec.loader if spec is not None else None
+        return loader.get_code(current(name)) if hasattr(loader, "get_code") else None
 
 
 def _found(name: str) -> ModuleType:

@@ -29,6 +29,9 @@ prepare imagenet --source a | prepare imagenet: missing: --to | imagenet --sourc
 track snyc | track: there is no 'snyc' | did you mean sync?
 serve r --max-batch 3 | --max-batch: is not an option of serve | serve.max_batch=VALUE
 plan --foo | --foo: is not an option of plan | python -m distdl plan --help
+jobs status r --folow | --folow: is not an option of jobs status | distdl jobs status --help
+new project p q | q: is one word too many for new project | distdl new project NAME
+--multirn a=1 | --multirn: is not an option of distdl | did you mean: --multirun
 """
 
 
@@ -41,6 +44,14 @@ def test_argparse_refuses(line, capsys):
     assert "usage:" not in output.err + output.out
     for part in expected:
         assert part in output.err, output.err
+
+
+def test_a_misspelt_option_that_is_required_is_named(capsys):
+    assert command_line.main(["prepare", "folder", "--sorce", "a", "--to", "b"]) == 2
+    printed = capsys.readouterr().err
+    assert "--sorce: is not an option of prepare folder [unknown-key]\n" in printed
+    assert "did you mean: --source" in printed
+    assert "prepare folder: missing: --source" in printed
 
 
 def test_every_verb_uses_that_parser():

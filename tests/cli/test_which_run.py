@@ -134,6 +134,19 @@ def test_resume_refuses_what_would_make_it_another_run(run, said):
     assert attempts(run) == ["001"]
 
 
+@pytest.mark.parametrize("word", ["task._target_=distdl.tasks.validate", "task=validate"])
+def test_a_resume_whose_task_evaluates_may_change_more(word, run, said):
+    precise = "trainer.precision=bf16-mixed"
+    shown = said("resume", "outputs/default/x", word, precise, code=2)
+    assert "has no best.ckpt" in shown  # which is all that is wrong
+    assert "precision" not in shown
+    trains = said(
+        "resume", "outputs/default/x", "task._target_=distdl.tasks.train", precise, code=2
+    )
+    assert "trainer.precision: would make it another run" in trains
+    assert "trainer.precision only for a task that evaluates (task=validate, test, " in trains
+
+
 def test_what_a_resume_changes_holds_from_then_on(run, said):
     frozen = (run / "config.yaml").read_bytes()
     second = resumed(run, said, "trainer.max_epochs=5", "trainer.devices=2")

@@ -22,6 +22,7 @@ class Hosts(Task[Unbuilt]):
         self.least = least
     def run(self, context):
         print("ranks", context.context.environment.world_size, "of", self.least)
+        return {"hosts": 1}
 """
 # In distdl itself each is in the package of its kind.
 PACKAGES = {
@@ -83,6 +84,7 @@ def test_parts_added_as_contributing_says_work(tmp_path, home):
     assert f"codes [0, 0, 0, 0, 0, 2] {source}" in done.stdout, said
     assert "parameters 1.9" in done.stdout, said
     assert "seconds " in done.stdout, said
+    assert home == "distdl" or "done    hosts 1\n" in done.stdout, said
     if home == "project":
         assert "ranks 1 of 1" in done.stdout
         assert "task.least: missing" in done.stderr

@@ -78,6 +78,8 @@ def test_imports_point_downwards():
 
 def test_the_core_imports_no_tool():
     assert house.core_to_tools() == []
+    callers = {name for name, _ in house.tools_by_name()}
+    assert callers == {"distdl.worker.named_tools", "distdl.launch.would_fit"}
 
 
 def test_the_documents_show_the_table_of_packages():

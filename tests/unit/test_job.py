@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import types
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -25,6 +26,7 @@ from distdl.launchers.local import LocalLauncher
 from distdl.launchers.mpi import MpiLauncher
 from distdl.launchers.sagemaker import SageMakerLauncher
 from distdl.launchers.slurm import SlurmLauncher
+from distdl.util.errors import UserError
 from tests.conftest import ROOT
 
 SPEC = JobSpec("e/r", "/runs/e/r/bundle", "/runs/e/r", 1, Resources())
@@ -167,6 +169,43 @@ def test_a_launcher_s_own_members_come_before_the_defaults():
     assert kind.devices({"kind": "big"}) == (8, "gpu")
     assert kind.names_hosts()
     assert kind().unreachable(Resources()) == {"node1"}
+
+
+class Failing(OwnLauncher):
+    def devices(self, node):
+        return 8, "gpu"
+
+    @staticmethod
+    def notes(node):
+        yield "one"
+        raise KeyError("size")
+
+    about_settings = ()
+
+    def request(self, spec):
+        raise ValueError("no queue is open")
+
+
+@pytest.mark.parametrize("base", [object, LauncherBase])
+def test_a_member_that_raises_is_refused_by_its_name(base):
+    members = {**vars(OwnLauncher), **vars(Failing)}
+    own = {name: members[name] for name in members if name not in ("__slots__", "queue")}
+    kind = adapted_launcher(types.new_class("Failing", (base,), exec_body=lambda d: d.update(own)))
+    launcher = kind()
+    asked = {
+        "devices": ((kind.devices, {}), "missing 1 required positional argument", "@staticmethod"),
+        "notes": ((kind.notes, {}), "KeyError: 'size'", f"see {__file__}, line "),
+        "about_settings": ((kind.about_settings,), "TypeError: 'tuple' object is not callable", ""),
+        "request": ((launcher.request, SPEC), "ValueError: no queue is open", "line "),
+    }
+    for name, ((member, *arguments), what, remedy) in asked.items():
+        with pytest.raises(UserError) as error:
+            member(*arguments)
+        (problem,) = error.value.problems
+        assert problem.path == "launcher"
+        assert problem.what.startswith(f"Failing.{name} failed: ")
+        assert what in problem.what
+        assert remedy in problem.remedy
 
 
 @pytest.mark.parametrize("missing", ["request", "submit", "attach"])

@@ -32,6 +32,11 @@ def test_an_import_by_an_old_name_loads_nothing_twice():
     subprocess.run([sys.executable, "-c", ONCE], check=True)
 
 
+def test_an_old_name_can_be_run():
+    done = subprocess.run([sys.executable, "-m", "distdl.worker.agent"], capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 def test_a_name_that_never_was_stays_unknown():
     for name in ("distdl.serving.nothing", "distdl.nothing"):
         with pytest.raises(ModuleNotFoundError, match="nothing"):

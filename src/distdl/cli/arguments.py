@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
@@ -35,8 +36,31 @@ class Parser(argparse.ArgumentParser):
         """Fitted to the terminal, with the examples, which argparse prints as they are."""
         print(fitted(self.format_help(), terminal_width()), end="", file=file)
 
+    def parse_known_args(  # type: ignore[override]  # argparse has overloads
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        self.words = [*(sys.argv[1:] if args is None else args)]
+        return super().parse_known_args(self.words, namespace)
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        """As argparse's; the verb that was chosen tells which words it does not take."""
+        parsed, rest = self.parse_known_args(args, namespace)
+        if rest:
+            self._chosen(parsed).error(NO_OPTION + " ".join(rest))
+        return parsed
+
     def error(self, message: str) -> NoReturn:
         raise UserError(*self._problems(message))
+
+    def _chosen(self, parsed: argparse.Namespace) -> Parser:
+        """The parser of the verb that was typed; this one, if it has no verbs."""
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                verb: Parser = action.choices[getattr(parsed, action.dest)]
+                return verb._chosen(parsed)
+        return self
 
     def unknown(self, word: str) -> Problem:
         """The problem of a word that nothing here takes."""
@@ -79,6 +103,7 @@ class Parser(argparse.ArgumentParser):
             yield from (self.unknown(word) for word in self._without_values(words))
         elif message.startswith(REQUIRED):
             names = message.removeprefix(REQUIRED)
+            yield from (self.unknown(word) for word in self.words if self._is_unknown(word))
             yield Problem(
                 self._verb(), what=f"missing: {names}", remedy=self.example(), code="missing-key"
             )
@@ -113,6 +138,12 @@ class Parser(argparse.ArgumentParser):
             value = self._value(action)
             return Problem(name, what="needs a value", remedy=f"{name} {value}", code="missing-key")
         return Problem(name, what=message, remedy=f"{self.prog} --help", code="conflict")
+
+    def _is_unknown(self, word: str) -> bool:
+        """Whether a word is an option that neither is nor begins the name of one."""
+        option = word.partition("=")[0]
+        known = any(name.startswith(option) for name in self._option_string_actions)
+        return word.startswith("--") and word != "--" and not known
 
     def _is_named(self, action: argparse.Action, name: str) -> bool:
         return name in (*action.option_strings, action.metavar, action.dest)

@@ -78,7 +78,7 @@ def main(argv: Sequence[str]) -> Answer:
             "--to",
             what=f"there is no {options.to!r}",
             remedy=f"did you mean --to {near}?" if near else f"one of {', '.join(known)}",
-            code="incomplete",
+            code="wrong-choice",
         )
     source = checkpoints.find(options.checkpoint)
     # Not beside the source: there the file would be taken for a checkpoint of the run.

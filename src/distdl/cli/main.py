@@ -23,6 +23,7 @@ from distdl.util import lightning_names
 from distdl.util.answers import Answer
 from distdl.util.errors import Problem, UserError
 from distdl.util.screen import say
+from distdl.util.suggest import closest
 
 if TYPE_CHECKING:
     from distdl.config.compose import Composed
@@ -195,7 +196,8 @@ class OverridesParser(Parser):
         pairs = itertools.pairwise([*self.typed, ""])
         following = next((after for typed, after in pairs if typed == word), "")
         remedy = words.for_option(word, [*LAYERS, *known_paths()], following)
-        remedy = remedy or "--help lists the options"
+        near = closest(word.partition("=")[0], self._options())
+        remedy = remedy or (f"did you mean: {near}" if near else "--help lists the options")
         return Problem(word, what="is not an option of distdl", remedy=remedy, code="unknown-key")
 
 

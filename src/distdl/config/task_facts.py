@@ -12,7 +12,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -95,9 +95,10 @@ def _classes(name: str, seen: set[str]) -> Iterator[ast.ClassDef]:
     """The class that a dotted name names, then its bases, nearest first; without those in `seen`.
     Follows imports and other names of a class (`train = Train`)."""
     name = current(name)
-    module, _, attribute = name.rpartition(".")
-    source = None if name in seen else _source(module)
+    if name in seen:
+        return
     seen.add(name)
+    source, attribute = _home(name)
     if source is None:
         return
     if cls := source.classes.get(attribute):
@@ -109,6 +110,20 @@ def _classes(name: str, seen: set[str]) -> Iterator[ast.ClassDef]:
             )
     elif attribute in source.names:
         yield from _classes(source.names[attribute], seen)
+    else:
+        for module in source.all_of:
+            yield from _classes(f"{module}.{attribute}", seen)
+
+
+def _home(name: str) -> tuple[_Source | None, str]:
+    """The module of a dotted name, and its name in there: `Outer.Inner` of a class in a class."""
+    module, _, attribute = name.rpartition(".")
+    while module:
+        if source := _source(module):
+            return source, attribute
+        module, _, outer = module.rpartition(".")
+        attribute = f"{outer}.{attribute}"
+    return None, attribute
 
 
 @dataclass
@@ -118,6 +133,14 @@ class _Source:
     module: str
     classes: dict[str, ast.ClassDef] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
+    all_of: list[str] = field(default_factory=list)  # `from module import *`
+
+    def add_class(self, cls: ast.ClassDef, outer: str = "") -> None:
+        """A class, and those in its body."""
+        self.classes.setdefault(f"{outer}{cls.name}", cls)
+        for inner in cls.body:
+            if isinstance(inner, ast.ClassDef):
+                self.add_class(inner, f"{outer}{cls.name}.")
 
     def meaning(self, expression: ast.expr) -> str:
         """The dotted name, from the top, that `Base` or `module.Base` stands for."""
@@ -140,9 +163,9 @@ def _read(module: str, file: Path, changed: int) -> _Source:
     tree = ast.parse(file.read_bytes())
     package = module if file.name == "__init__.py" else module.rpartition(".")[0]
     source = _Source(module)
-    for statement in tree.body:
+    for statement in _statements(tree.body):
         if isinstance(statement, ast.ClassDef):
-            source.classes[statement.name] = statement
+            source.add_class(statement)
         elif isinstance(statement, ast.Import):
             for alias in statement.names:
                 top = alias.name.partition(".")[0]
@@ -150,11 +173,25 @@ def _read(module: str, file: Path, changed: int) -> _Source:
         elif isinstance(statement, ast.ImportFrom):
             home = _absolute(statement, package)
             for alias in statement.names:
-                source.names[alias.asname or alias.name] = f"{home}.{alias.name}"
+                if alias.name == "*":
+                    source.all_of.append(home)
+                else:
+                    source.names.setdefault(alias.asname or alias.name, f"{home}.{alias.name}")
         elif isinstance(statement, ast.Assign) and isinstance(statement.value, _NAME):
             for target in statement.targets:
                 source.names[ast.unparse(target)] = source.meaning(statement.value)
     return source
+
+
+def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements of a module, also those in `if`, `try` and `with`."""
+    for statement in body:
+        yield statement
+        if isinstance(statement, ast.If | ast.Try | ast.With):
+            for part in ("body", "handlers", "orelse", "finalbody"):
+                for inner in getattr(statement, part, ()):
+                    within = inner.body if isinstance(inner, ast.ExceptHandler) else [inner]
+                    yield from _statements(within)
 
 
 def _absolute(statement: ast.ImportFrom, package: str) -> str:

@@ -26,7 +26,7 @@ class FailedRank:
     rank: int | None
     """None: it is not known."""
     cause: str
-    """A name from docs/incidents.md, or the exception's type."""
+    """A name from docs/incidents.md, the code of a refusal, or the exception's type."""
     message: str
     """One line."""
     remedy: str
@@ -208,6 +208,11 @@ def failure_of(attempt: Attempt, report: incident.Incident | None) -> FailedRank
     if report is not None:
         return FailedRank(report.rank, report.cause, plain(report.title), plain(report.remedy))
     if first := attempt.first_error():
+        refused = failures.problems(first)
+        if refused:
+            why = refused[0]
+            message = f"{why.path}: {why.what}" if why.path else why.what
+            return FailedRank(first["rank"], plain(why.code), plain(message), plain(why.remedy))
         kind = plain(str(first.get("type") or ""))
         return FailedRank(first["rank"], kind, plain(failures.describe(first)), "")
     error = attempt.status().get("error")

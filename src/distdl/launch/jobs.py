@@ -214,7 +214,10 @@ def instantiate(node: DictConfig | dict[Any, Any], known: type | None = None) ->
         ) from error
     if not is_launcher(kind):
         raise UserError.at(
-            "launcher._target_", what=f"{target} is not a launcher", code="wrong-kind"
+            "launcher._target_",
+            what=f"{target} is not a launcher",
+            remedy="name a class with the methods request, submit and attach: docs/own_launcher.md",
+            code="wrong-kind",
         )
     try:
         arguments = build(node, _target_="builtins.dict", _convert_="all")

@@ -108,10 +108,15 @@ def apply(
     if options:
         roots = [each for each in setting if each.key_or_group == "project.root"]
         chosen = compose.composed([*options, *roots]).config
-        if "task" in chosen_groups:
-            make_importable(own_folders(launches.root_of(chosen)))  # it may be the user's own
-            if configs.evaluates(chosen):
-                changeable += configs.CHANGEABLE_TO_EVALUATE
+    if any(each.key_or_group.partition(".")[0] == "task" for each in setting):
+        asked = OmegaConf.merge(where, {"task": chosen.task} if "task" in chosen_groups else {})
+        for each in setting:
+            if each.key_or_group == "project.root" or each.key_or_group.startswith("task."):
+                OmegaConf.update(asked, each.key_or_group, each.value(), force_add=True)
+        assert isinstance(asked, DictConfig)
+        make_importable(own_folders(launches.root_of(asked)))  # it may be the user's own
+        if configs.evaluates(asked):
+            changeable += configs.CHANGEABLE_TO_EVALUATE
     for override in parsed:
         path = override.key_or_group
         value = override.value()
@@ -211,5 +216,5 @@ def _refused(path: str, changeable: Sequence[str], known: Sequence[str] = ()) ->
     others = ["strategy", "tracking", "launcher", "task", "trainer.devices", "trainer.num_nodes"]
     remedy = f"start a new run; a resume may only change {', '.join([*changeable, *others])}"
     if path in configs.CHANGEABLE_TO_EVALUATE:
-        remedy += f"; {path} only for task=validate, test or predict"
+        remedy += f"; {path} only for a task that evaluates (task=validate, test, predict, ...)"
     return Problem(path, what="would make it another run", remedy=remedy, code="mismatch")

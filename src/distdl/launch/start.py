@@ -15,7 +15,7 @@ from distdl.launch.answers import ended
 from distdl.launch.planning import Plan, never_trained, with_choices
 from distdl.launch.retrying import Retries
 from distdl.runs.directory import Attempt, shown
-from distdl.runs.failures import describe
+from distdl.runs.failures import describe, problems
 from distdl.util.answers import Answer
 from distdl.util.exit_codes import EXIT_REFUSED
 from distdl.util.redact import redact_command
@@ -26,7 +26,9 @@ def answer(planned: Plan, command: Sequence[str]) -> Answer:
     """Starts a run, as `start` does, and returns what became of it."""
     with progress_events.told(planned.run):
         code = start(planned, command)
-    return Answer(partial(ended, planned.run), code)
+    last = planned.run.last_attempt()
+    failure = last.first_error() if last is not None and code == EXIT_REFUSED else None
+    return Answer(partial(ended, planned.run), code, problems(failure) if failure else ())
 
 
 def start(planned: Plan, command: Sequence[str]) -> int:

@@ -22,7 +22,7 @@ from distdl.program import guard
 from distdl.ranks.stopping import StopRequest
 from distdl.util import helpers
 from distdl.util.errors import NotRun
-from distdl.util.exit_codes import EXIT_NOT_STARTED
+from distdl.util.exit_codes import EXIT_NOT_EXECUTABLE, EXIT_NOT_STARTED
 from distdl.util.processes import SET_CHILD_SUBREAPER, SET_PARENT_DEATH_SIGNAL, prctl, start_time
 
 TICK_S = 0.1
@@ -251,4 +251,4 @@ def _refusal(error: Exception, name: str, folder: Path) -> NotStarted:
         errno.ENOEXEC: "it is no program for this machine, and has no #! line",
     }
     why = reasons.get(number or 0) or getattr(error, "strerror", None) or str(error)
-    return NotStarted(f"{name} cannot be started: {why}", EXIT_NOT_STARTED - 1)
+    return NotStarted(f"{name} cannot be started: {why}", EXIT_NOT_EXECUTABLE)

@@ -15,12 +15,11 @@ import threading
 import time
 from typing import TYPE_CHECKING, NoReturn
 
-from distdl.util.exit_codes import EXIT_CANCELLED, EXIT_PREEMPTED, EXIT_SUCCESS
+from distdl.util.exit_codes import EXIT_PREEMPTED, EXIT_SUCCESS, GRACEFUL
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-GRACEFUL = (EXIT_PREEMPTED, EXIT_CANCELLED)
 # mpirun and `srun --kill-on-bad-exit` kill the other ranks at the first non-zero exit code, even
 # ranks that are still writing.
 KILL_OTHER_RANKS = ("mpi", "slurm")

@@ -20,6 +20,7 @@ from typing import Any
 from distdl.ranks import stopping
 from distdl.runs.files import read_json, write_json
 from distdl.util.atomic_files import write_bytes
+from distdl.util.errors import Problem
 from distdl.util.exit_codes import EXIT_REFUSED, as_shell
 from distdl.util.redact import redact
 
@@ -183,6 +184,19 @@ def is_refusal(error: dict[str, Any]) -> bool:
     its own."""
     refused = error.get("exit_code") == EXIT_REFUSED and not error.get("program")
     return refused and error.get("type") != "SystemExit"
+
+
+def problems(error: dict[str, Any]) -> list[Problem]:
+    """Why a rank has refused its input; empty if it failed otherwise, or if no rank wrote this."""
+    listed = error.get("problems")
+    if not is_refusal(error) or not isinstance(listed, list):
+        return []
+    return [
+        Problem(each["path"], what=each["message"], remedy=each["remedy"], code=each["code"])
+        for each in listed
+        if isinstance(each, dict)
+        and all(isinstance(each.get(key), str) for key in ("path", "message", "remedy", "code"))
+    ]
 
 
 def describe(error: dict[str, Any]) -> str:

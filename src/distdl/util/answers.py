@@ -33,6 +33,7 @@ class Answer:
     # a program listens.
     value: Any
     exit_code: int = 0
+    problems: Sequence[Problem] = ()  # why a rank of the run has refused its input
 
 
 class JsonStdout:
@@ -110,14 +111,12 @@ def document(
     if answer is not None:
         found = answer.value() if callable(answer.value) else answer.value
         value = {"schema": found.SCHEMA, **asdict(found)}
-    listed = [
-        {"path": p.path, "code": p.code, "message": p.what, "remedy": p.remedy} for p in problems
-    ]
+        problems = answer.problems
     return {
         "schema": ANSWER,
         "command": command,
         "exit_code": exit_code,
         "outcome": outcome,
-        "problems": listed,
+        "problems": [each.record() for each in problems],
         "answer": value,
     }

@@ -50,6 +50,8 @@ else in the one that is named behind it, with the reason.
   + RunsCode: a model folder with code (distdl/tools/serving/packaged.py: exports hold copies)
 * AttributeError
   + NoSuchName: a dotted path that names nothing
+* InvalidRunConfigException
+  + AppRefused: a UserError as torchx prints it (distdl/tools/torchx/scheduler.py: of torchx)
 * KeyboardInterrupt
   + Ended: a signal asks a command to end (distdl/ranks/stopping.py: holds a state of jobs)
 """
@@ -93,6 +95,15 @@ class Problem:
     def shown(self) -> str:
         """As `str`, with the code at the end of the sentence, for the screen."""
         return self._text(f" [{self.code}]")
+
+    def record(self) -> dict[str, str]:
+        """The fields under the names that programs read."""
+        return {
+            "path": self.path,
+            "code": self.code,
+            "message": self.what,
+            "remedy": self.remedy,
+        }
 
     def _text(self, mark: str) -> str:
         place = f"{self.path}: " if self.path else ""

@@ -11,8 +11,11 @@ EXIT_FAILURE = 1
 EXIT_REFUSED = 2
 EXIT_HUNG = 70  # EX_SOFTWARE of sysexits.h
 EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: "try again"
+EXIT_NOT_EXECUTABLE = 126
 EXIT_NOT_STARTED = 127
 EXIT_CANCELLED = 130
+# Of ranks that succeeded, or that saved when they were asked to end.
+GRACEFUL = (EXIT_SUCCESS, EXIT_PREEMPTED, EXIT_CANCELLED)
 
 # What each one means.
 EXIT_CODES = {
@@ -21,7 +24,8 @@ EXIT_CODES = {
     EXIT_REFUSED: "refused: something in the config or on the command line must be fixed",
     EXIT_HUNG: "a rank made no progress, and the watchdog ended it",
     EXIT_PREEMPTED: "preempted (SIGTERM, SIGUSR1, SIGHUP): saved, resume it",
-    EXIT_NOT_STARTED: "mpirun could not be started, as a shell says it",
+    EXIT_NOT_EXECUTABLE: "a program cannot be executed, as a shell says it",
+    EXIT_NOT_STARTED: "a program, or mpirun, does not exist, as a shell says it",
     EXIT_CANCELLED: "cancelled (Ctrl-C)",
 }
 KILLED = "128 + N"

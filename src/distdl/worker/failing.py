@@ -72,6 +72,11 @@ def record_failure(
         more["where"] = where
     if watchdog and code != EXIT_REFUSED:
         more |= watchdog.failed(error)
+    if isinstance(error, UserError):
+        more["problems"] = [
+            {key: redact(value) for key, value in problem.record().items()}
+            for problem in error.problems
+        ]
     message = redact(str(error))
     if not attempt.record_error(rank, type(error).__name__, message, text, code, **more):
         return code

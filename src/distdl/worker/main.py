@@ -107,7 +107,8 @@ def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> 
         return state.exit_code
     except BaseException as error:  # every error is recorded
         if isinstance(error, UserError):
-            print(f"distdl: {redact(str(error))}", file=sys.stderr)
+            text = "\n".join(problem.shown() for problem in error.problems)
+            print(f"distdl: {redact(text)}", file=sys.stderr)
         return fail(attempt, rank, error, watchdog)
     finally:
         if watchdog:

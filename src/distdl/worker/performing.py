@@ -26,6 +26,7 @@ from distdl.runs import checkpoints
 from distdl.runs.directory import RunDirectory
 from distdl.runs.verdicts import Verdicts
 from distdl.tracking import Tracking
+from distdl.util.screen import say
 from distdl.validation.kinds import locate
 from distdl.worker import (
     autotune,
@@ -49,7 +50,10 @@ def build_and_run(config: DictConfig, context: RankContext) -> dict[str, float]:
     announce(context)
     task = configured_task(config)
     if not task.needs_build:
-        return task.run(Unbuilt(config, context)) or {}
+        found = task.run(Unbuilt(config, context)) or {}
+        if found and context.environment.rank == 0:
+            say(f"done    {summary.result_of(found)}")
+        return found
     examine(config, context)
     checkpoint = starting_point(config, context)
     config = tune(config, context)

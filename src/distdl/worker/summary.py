@@ -96,15 +96,19 @@ def parameters_of(module: nn.Module) -> dict[str, int]:
     return {"total": sum(n for n, _ in sizes), "trainable": sum(n for n, learns in sizes if learns)}
 
 
+def result_of(metrics: Mapping[str, float]) -> str:
+    """The metrics in a line, without those of the speed."""
+    values = {k: v for k, v in metrics.items() if not k.startswith(("perf/", "epoch"))}
+    return "  ".join(f"{k} {v:.4g}" for k, v in sorted(values.items()))
+
+
 def print_end(
     built: Built, metrics: dict[str, float], opens: Sequence[str], started: float
 ) -> None:
     """Prints the result, where it is, and what to type next."""
     minutes, seconds = divmod(int(time.time() - started), 60)
-    values = {k: v for k, v in metrics.items() if not k.startswith(("perf/", "epoch"))}
     say()
-    result = "  ".join(f"{k} {v:.4g}" for k, v in sorted(values.items()))
-    say(f"done    {result}" if values else "done    no result was logged")
+    say(f"done    {result_of(metrics) or 'no result was logged'}")
     line = f"time    {minutes} min {seconds} s"
     if speed := metrics.get("perf/images_per_second"):
         line += f"  {speed:,.1f} {unit_of(built.data)} (median)"

@@ -32,11 +32,28 @@ class Far(base.Measures): ...
 class Both(Mixin, Plain, Trains): ...
 other = renamed = Trains
 def function(context): ...
+try:
+    import nowhere
+    class Guarded(nowhere.Task): ...
+except ImportError:
+    class Tried(Base):
+        evaluates = True
+        class Inner(Base):
+            examines = True
+if True:
+    from .base import *
+class OfAll(Starred): ...
 """
 PROJECT = {
     "mine/__init__.py": "",
     "mine/tasks.py": KINDS_OF_TASKS,
-    "mine/base.py": "from distdl.tasks import Task\nclass Measures(Task):\n    evaluates = True\n",
+    "mine/base.py": """
+from distdl.tasks import Task
+class Measures(Task):
+    evaluates = True
+class Starred(Task):
+    trains = True
+""",
     "mine/broken.py": "class Broken(:\n",
 }
 # The name | what is not as of a plain function.
@@ -54,6 +71,9 @@ mine.tasks.Checks | evaluates calls
 mine.tasks.Near | evaluates examines
 mine.tasks.Far | evaluates
 mine.tasks.Both | trains needs_build calls
+mine.tasks.Tried | evaluates
+mine.tasks.Tried.Inner | examines
+mine.tasks.OfAll | trains
 mine.tasks.function | -
 mine.tasks.Absent | -
 mine.broken.Broken | -

@@ -11,9 +11,10 @@ from omegaconf import OmegaConf
 
 from distdl.config import compose
 from distdl.job import JobState
-from distdl.launch import planning, start, submitting
+from distdl.launch import answers, planning, start, submitting
 from distdl.runs import failures
 from distdl.runs.directory import RunDirectory
+from distdl.util.errors import Problem, UserError
 from distdl.worker import failing
 from tests.conftest import TINY
 
@@ -34,7 +35,8 @@ def test_the_command_to_type_after_a_failure(run, tmp_path, monkeypatch, capsys,
     newest = run.begin_attempt({**LAUNCH, "where": {"launcher": {}}, "changes": {}})
     newest.end(JobState.FAILED)
     config = OmegaConf.create({"task": {"_target_": "distdl.tasks.train"}})
-    failure = SimpleNamespace(run=run, config=config), newest, JobState.FAILED
+    planned = planning.Plan(SimpleNamespace(config=config, typed=()), config, run, "e/r")
+    failure = planned, newest, JobState.FAILED
     for command in ("seed=1 name=r", "resume outputs/e/r"):
         start.print_next_command(*failure, ["distdl", "seed=1", "name=r"])
         assert capsys.readouterr().out.endswith(f":\n  python -m distdl {command}\n")
@@ -44,6 +46,24 @@ def test_the_command_to_type_after_a_failure(run, tmp_path, monkeypatch, capsys,
     assert shown == ["ended in the debugger"] == [failures.describe(newest.first_error())]
     start.print_next_command(*failure, [])
     assert not capsys.readouterr().out
+
+
+def test_a_refusal_of_a_rank_keeps_its_codes(run):
+    newest = run.begin_attempt({**LAUNCH, "where": {"launcher": {}}, "changes": {}})
+    first = Problem("strategy.stages", what="is 3", remedy="write 2", code="out-of-range")
+    second = Problem("", what="a secret: password=hunter2hunter2", code="private")
+    assert failing.fail(newest, 0, UserError(first, second)) == 2
+    error = newest.first_error()
+    kept = failures.problems(error)
+    assert kept[0].shown() == "strategy.stages: is 3 [out-of-range]\n    write 2"
+    assert kept[1].shown() == "a secret: password=*** [private]"
+    rank = answers.failure_of(newest, None)
+    assert (rank.cause, rank.message) == ("out-of-range", "strategy.stages: is 3")
+    assert rank.remedy == "write 2"
+    # What no rank has written says nothing.
+    for damaged in (None, {}, [1], [{"path": "x"}], [{**first.record(), "code": 2}]):
+        assert failures.problems({**error, "problems": damaged}) == []
+    assert failures.problems({**error, "exit_code": 1}) == []
 
 
 def test_the_next_start_keeps_what_the_last_one_has_measured(tmp_path, monkeypatch):

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from optuna.samplers import BaseSampler
     from optuna.storages import BaseStorage
 
-SAMPLERS = ("tpe", "random", "grid", "qmc", "cmaes")
 # Attributes of the study and of its trials.
 SEARCHED = "distdl.searched"
 SEED = "distdl.seed"
@@ -398,4 +397,6 @@ def _sampler(name: str, seed: int | None) -> BaseSampler:
             return samplers.QMCSampler(seed=seed, scramble=True, warn_independent_sampling=False)
         if name in ("random", "grid"):
             return samplers.RandomSampler(seed=seed)
-        return samplers.TPESampler(seed=seed, multivariate=True, constant_liar=True)
+        if name == "tpe":
+            return samplers.TPESampler(seed=seed, multivariate=True, constant_liar=True)
+    raise ValueError(f"there is no sampler {name!r}")

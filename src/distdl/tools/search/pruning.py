@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from optuna.pruners import BasePruner
 
 HALVING = "halving"
-PRUNERS = ("asha", "hyperband", "median", HALVING)
 STARTUP_TRIALS = 4  # that end before the median of others counts
 
 
@@ -152,7 +151,9 @@ def of_engine(name: str | None, validations: int | None) -> Callable[[], BasePru
             return pruners.MedianPruner(n_startup_trials=STARTUP_TRIALS)
         if name == "hyperband":
             return pruners.HyperbandPruner(1, validations or "auto", halving.FACTOR)
-        return pruners.SuccessiveHalvingPruner(1, halving.FACTOR)
+        if name == "asha":
+            return pruners.SuccessiveHalvingPruner(1, halving.FACTOR)
+        raise ValueError(f"there is no pruner {name!r}")
 
     return make
 
