@@ -24,6 +24,7 @@ from distdl.launchers.azureml import vm_sizes
 from distdl.launchers.azureml.client import Connection, Workspace, azure_errors, rest_client
 from distdl.launchers.azureml.vm_sizes import VmSize
 from distdl.launchers.common import matching
+from distdl.util import table
 from distdl.util.errors import UserError
 from distdl.util.typed import problems
 
@@ -93,17 +94,16 @@ def run(overrides: Mapping[str, Any], credential: TokenCredential | None = None)
     sizes = [size for size in vm_sizes.known() if not size.retired]
     prices = fetch(settings.server.rstrip("/"), location, sizes)
     write(prices)
-    lines = []
+    rows = []
     for size in sizes:
-        dedicated, spot = (found.get(size.name) for found in (prices.dedicated, prices.spot))
-        shown = [f"{price:.2f}" if price else "?" for price in (dedicated, spot)]
-        lines.append(f"{size.name:<32}  {shown[0]:>8}  spot {shown[1]:>8}")
+        found = (prices.dedicated.get(size.name), prices.spot.get(size.name))
+        rows.append((size.name, *(f"{price:.2f}" if price else "?" for price in found)))
     print(
         f"USD per hour in {location}, {prices.date}; dry runs show them. {kept()}", file=sys.stderr
     )
     if missing := [size.name for size in sizes if size.name not in prices.dedicated]:
         print(f"{ABSENT}{', '.join(missing)}", file=sys.stderr)
-    return "\n".join(lines)
+    return table.text(("VM size", "dedicated", "spot"), rows, numbers=True).rstrip("\n")
 
 
 def workspace_location(credential: TokenCredential | None = None) -> str:

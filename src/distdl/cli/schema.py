@@ -14,6 +14,7 @@ from distdl.cli.arguments import Parser, not_empty
 from distdl.cli.schemas import ANSWERS, of_command, of_events
 from distdl.config.recipe import LAYERS
 from distdl.config.schema import COLLECTIONS, COMPONENTS
+from distdl.util import table
 from distdl.util.answers import Answer
 from distdl.util.errors import UserError
 from distdl.util.screen import escaped, say
@@ -103,8 +104,8 @@ def _write(folder: Path) -> Answer:
     found = schemas.read()
     written = vscode.write(found, folder)
     _print_unread(found.unread)
-    for path, patterns in written.mapping.items():
-        say(escaped(f"{path:<36}  {'  '.join(patterns)}"))
+    rows = [(path, "  ".join(patterns)) for path, patterns in written.mapping.items()]
+    table.show(("schema", "of the files"), rows)
     again = "repeat the command after new options or arguments"
     say(escaped(f"{written.settings} maps them; {again}"))
     files = {name: str(path) for name, path in written.schemas.items()}

@@ -17,6 +17,7 @@ from distdl.distributed import process_group
 from distdl.strategies.pipeline import balance, probe, stage_rules
 from distdl.strategies.pipeline.probe import Edge
 from distdl.strategies.pipeline.splitting import Block
+from distdl.util import table as tables
 from distdl.util.errors import UserError
 
 if TYPE_CHECKING:
@@ -139,17 +140,22 @@ def table(strategy: StagedStrategy, blocks: Sequence[Block], plan: PipelinePlan)
     lines = [
         f"pipeline  {stages} stages{replicas}, {strategy.schedule}, {count} micro-batches: "
         f"predicted bubble {100 * idle:.1f} %{assumed}",
-        f"  {'stage':>5}  {'blocks':>6}  {'parameters':>12}  {'ms':>8}  {'share':>6}  begins at",
     ]
-    unknown = f"{'-':>8}  {'-':>6}"
+    rows = []
     for stage in range(stages):
         pieces = spans[stage::stages]
-        cost = f"{1e3 * seconds[stage]:8.1f}  {100 * seconds[stage] / sum(seconds):4.0f} %"
-        lines.append(
-            f"  {stage:>5}  {sum(end - start for start, end in pieces):>6}  "
-            f"{int(sizes[stage]):>12,}  {cost if plan.seconds else unknown}"
-            f"  {', '.join(blocks[start].name for start, _ in pieces)}"
+        measured = bool(plan.seconds)
+        row = (
+            str(stage),
+            str(sum(end - start for start, end in pieces)),
+            f"{int(sizes[stage]):,}",
+            f"{1e3 * seconds[stage]:.1f}" if measured else "-",
+            f"{100 * seconds[stage] / sum(seconds):.0f} %" if measured else "-",
+            ", ".join(blocks[start].name for start, _ in pieces),
         )
+        rows.append(row)
+    columns = ("stage", "blocks", "parameters", "ms", "share", "begins at")
+    lines.append(tables.text(columns, rows, numbers=True, indent=2).rstrip("\n"))
     starts = ",".join(blocks[start].name for start in plan.bounds[1:-1])
     lines.append(f"  the same split again: strategy.balance=[{starts}]")
     return "\n".join(lines)

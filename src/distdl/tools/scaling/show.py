@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from distdl.util import table
 from distdl.util.screen import say
 
 if TYPE_CHECKING:
@@ -70,8 +71,10 @@ def show(
         )
     for strategy, guesses in further.items():
         say(f"\n{strategy}, predicted from one device and the measured link (weak):")
-        for n, guess in guesses.items():
-            say(f"  {n:>5}  {100 * guess.efficiency:5.1f} %  {guess.why}")
+        predicted = [
+            (f"{n:,}", f"{100 * guess.efficiency:.1f} %", guess.why) for n, guess in guesses.items()
+        ]
+        table.show(("devices", "efficiency", "limited by"), predicted, indent=2)
     notes += [*advice.disturbed(rows), *printing.gaps(rows, further)]
     given = advice.advise(rows)
     for note in notes:
@@ -80,5 +83,5 @@ def show(
         say(f"advice  {line}")
     vm = rented.name if rented else None
     printing.write(members, before, rows, further, notes=notes, advice=given, vm=vm)
-    table = shown(members[0].run.path.parent / printing.FILE)
-    return Scaling(table, [asdict(row) for row in rows], missing, notes, given)
+    file = shown(members[0].run.path.parent / printing.FILE)
+    return Scaling(file, [asdict(row) for row in rows], missing, notes, given)
