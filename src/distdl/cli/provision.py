@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> Answer:
             platform,
             what="is not a platform that distdl can provision",
             remedy="python -m distdl provision azureml --help",
-            code="wrong-kind",
+            code="wrong-choice",
         )
     near = "" if special or not words or "=" in words[0] else closest(words[0], SPECIAL)
     if near:
