@@ -76,12 +76,6 @@ AZURE_NOTE = (
     "`NCCL_IB_DISABLE=1` over `eth0`, Intel MPI over InfiniBand (`generate_job_spec.py`)"
 )
 AZURE_BATCH = 64
-AZURE_SIZES = {
-    "V100": "Standard_NC24rs_v3",
-    "P100": "Standard_NC24rs_v2",
-    "P40": "Standard_ND24rs",
-    "K80": "Standard_NC24r",
-}
 
 # Seconds of a step (median), batch 32, fp32, PyTorch 1.4. Those of ResNets and ResNeXt-50 come from
 # images per second, which have one more digit. A DGX-1 has 8 GPUs and four adapters of 100 Gbit/s.

@@ -70,7 +70,8 @@ class Cluster:
                         code="unreadable",
                     ) from None
                 config.load_incluster_config(client_configuration=settings)
-                chosen, namespace = "in-cluster", own_namespace()
+                chosen = "in-cluster"
+                namespace = own_namespace()
             return client.ApiClient(settings), chosen, namespace
 
     @property

@@ -618,10 +618,22 @@ def test_a_search_has_a_job_for_each_trial_and_goes_on(training_kube, project, b
     typed = (
         "tune",
         *TINY,
-        *("launcher=kubernetes", "launcher.image=distdl:1", "launcher.store=s3://runs/search"),
-        *("launcher.sync=5", "launcher.shm=null", "trainer.devices=1", "trainer.max_epochs=1"),
-        *("data.train_samples=32", "data.val_samples=8", "name=s", "--json"),
-        *("optimizer.lr=0.01,0.05,0.1", "--sampler", "grid", "--parallel", "2"),
+        "launcher=kubernetes",
+        "launcher.image=distdl:1",
+        "launcher.store=s3://runs/search",
+        "launcher.sync=5",
+        "launcher.shm=null",
+        "trainer.devices=1",
+        "trainer.max_epochs=1",
+        "data.train_samples=32",
+        "data.val_samples=8",
+        "name=s",
+        "--json",
+        "optimizer.lr=0.01,0.05,0.1",
+        "--sampler",
+        "grid",
+        "--parallel",
+        "2",
     )
     most = 0
     job = background(*typed, cwd=project.folder, module=UNCHECKED, env=project.env)
@@ -685,10 +697,22 @@ def epochs_of(run):
 
 
 PRUNED = (
-    *("tune", *TINY, "launcher=kubernetes", "launcher.image=distdl:1", "launcher.sync=5"),
-    *("launcher.shm=null", "trainer.devices=1", "data.train_samples=32", "data.val_samples=8"),
-    *("+callbacks.witness._target_=witness.Witness", "--json", "--metric", "val/loss:min"),
-    *("--sampler", "grid", "checkpoint.background=false"),
+    "tune",
+    *TINY,
+    "launcher=kubernetes",
+    "launcher.image=distdl:1",
+    "launcher.sync=5",
+    "launcher.shm=null",
+    "trainer.devices=1",
+    "data.train_samples=32",
+    "data.val_samples=8",
+    "+callbacks.witness._target_=witness.Witness",
+    "--json",
+    "--metric",
+    "val/loss:min",
+    "--sampler",
+    "grid",
+    "checkpoint.background=false",
 )
 
 

@@ -82,8 +82,18 @@ def mpi(hosts, names="node1,node2"):
 
 def test_torchrun_on_two_hosts(hosts, on_hosts):
     started = on_hosts(
-        *("run", *mpi(hosts), "--wait", "--log"),
-        *("dist.torchrun", "-j", "2x2", "--script", "train.py", "--", "--lr", "0.1"),
+        "run",
+        *mpi(hosts),
+        "--wait",
+        "--log",
+        "dist.torchrun",
+        "-j",
+        "2x2",
+        "--script",
+        "train.py",
+        "--",
+        "--lr",
+        "0.1",
     )
     (handle,) = HANDLE.findall(started)
     assert on_hosts.err.count("sum 6.0 of 4 ['--lr', '0.1']") == 4

@@ -155,7 +155,9 @@ def test_the_largest_batch_is_found_by_trying(strategy, machine, tmp_path):
     tenth = math.ceil(1.1 * chosen)
     assert "out of memory" in started(f"data.batch_size={tenth}", "name=larger", code=1)
     again = distdl(
-        *("resume", str(run), "trainer.max_steps=2"),
+        "resume",
+        str(run),
+        "trainer.max_steps=2",
         cwd=tmp_path,
         env=env,
         module=UNCHECKED,

@@ -454,7 +454,7 @@ def test_fine_tuning_is_compared_at_the_best_rate_of_each_kind():
     assert text.endswith("**20.0** (goal: at least 10: reached).")
 
 
-def test_its_trainings_are_configs_that_may_start(tmp_path):
+def test_its_trainings_are_configs_with_their_settings(tmp_path):
     for kind in fine_tuning.RATES:
         words = fine_tuning.Way(kind, 0.05, 2, 1).arguments(tmp_path / "base")
         config = compose.compose(

@@ -166,7 +166,8 @@ class Shards:
         self.evictable = evictable
         self.rows = data.index(split, cache)
         # For each sample, the file state in which it was found intact; 0: none yet.
-        count, parts = len(self.rows), parts_of(data.manifest)
+        count = len(self.rows)
+        parts = parts_of(data.manifest)
         self._intact = {p: multiprocessing.RawArray(ctypes.c_uint32, count) for p in parts}
         self._lost: UserError | None = None
         self._open: OrderedDict[int, int] = OrderedDict()
@@ -210,7 +211,8 @@ class Shards:
         return self._read(index, RECORD)
 
     def _read(self, index: int, part: str) -> bytes:
-        handle, intact = self._handle(int(self.rows["shard"][index])), self._intact[part]
+        handle = self._handle(int(self.rows["shard"][index]))
+        intact = self._intact[part]
         before = _state(handle)
         data = self._pread(handle, index, part)
         same = _state(handle) == before

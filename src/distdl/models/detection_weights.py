@@ -139,7 +139,8 @@ def _fit_heads(
     network: nn.Module, weights: dict[str, torch.Tensor], categories: Categories
 ) -> list[str]:
     """Takes the rows of the categories, in place, and drops what has other classes: its names."""
-    classes, dropped = len(categories) + 1, []
+    classes = len(categories) + 1
+    dropped = []
     has_cocos_ids = all(0 < identity < COCOS for identity in categories.ids)
     for name, own in network.state_dict().items():
         value = weights.get(name)

@@ -133,7 +133,8 @@ def layers_in(module: nn.Module) -> tuple[dict[str, list[str]], tuple[str, ...]]
     prefix = "" if network is None else "network."
     inner = network if isinstance(network, nn.Module) else module
     if not all(name.startswith(prefix) for name, _ in module.named_parameters()):
-        inner, prefix = module, ""
+        inner = module
+        prefix = ""
     heads = heads_of_module(module, inner)
     backbone = part_of(inner, BACKBONE)
     if backbone is None:
