@@ -19,18 +19,24 @@ from distdl.util.ordinals import ordinal
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-_MANUAL = "the model steps its optimizers itself (automatic_optimization = False), and"
-_NOT_ACCUMULATED = f"{_MANUAL} the Trainer does not accumulate for it"
+_STEPS_ITSELF = "the model steps its optimizers itself (automatic_optimization = False)"
+_NOT_ACCUMULATED = f"{_STEPS_ITSELF}, and the Trainer does not accumulate for it"
 _SWITCH = "automatic_optimization"
-_ONE = "one optimizer with several parameter groups"
-_BY_HAND = f"{_ONE}, or self.{_SWITCH} = False and strategy=ddp or strategy=fsdp"
+_ONE_OR_BY_HAND = (
+    "one optimizer with several parameter groups, or self.automatic_optimization = False and "
+    "strategy=ddp or strategy=fsdp"
+)
+_ONE_OR_SEVERAL = (
+    "one optimizer with several parameter groups, or strategy=ddp or strategy=fsdp, which take "
+    "several"
+)
 _SEVERAL = "strategy=ddp or strategy=fsdp, which take several"
 _METRIC = "its monitor= must be a metric that is logged; correct it, and repeat the same command"
 _SPLIT = ("FSDPStrategy", "DeepSpeedStrategy")
 # A part of an error of Lightning or torch -> the key, what is wrong (None: its own text), remedy.
 _KNOWN: dict[str, tuple[str, str | None, str]] = {
-    "multiple optimizers is only supported": ("model", None, _BY_HAND),
-    "only supports single optimizer": ("strategy", None, f"{_ONE}, or {_SEVERAL}"),
+    "multiple optimizers is only supported": ("model", None, _ONE_OR_BY_HAND),
+    "only supports single optimizer": ("strategy", None, _ONE_OR_SEVERAL),
     "parameters that were not used in producing the loss": (
         "strategy",
         "a backward pass used a part of the model's parameters, and DDP waits for all of them",
@@ -81,7 +87,7 @@ def _of_manual_optimization(
         call = f"self.clip_gradients(optimizer, {clip}, {kind!r})"
         yield Problem(
             path="trainer.gradient_clip_val",
-            what=f"{_MANUAL} the Trainer does not clip for it",
+            what=f"{_STEPS_ITSELF}, and the Trainer does not clip for it",
             remedy=f"trainer.gradient_clip_val=null, and before each step: {call}",
             code="unsupported",
         )
@@ -96,7 +102,7 @@ def _of_manual_optimization(
     if strategy.endswith("PipelineStrategy"):
         yield Problem(
             "strategy",
-            what=f"{_MANUAL} a pipeline steps them too",
+            what=f"{_STEPS_ITSELF}, and a pipeline steps them too",
             remedy="strategy=ddp",
             code="unsupported",
         )
@@ -109,7 +115,7 @@ def _of_several_optimizers(manual: bool | None, strategy: str) -> Iterator[Probl
             what=(
                 "configure_optimizers returns several optimizers, and Lightning steps one by itself"
             ),
-            remedy=_BY_HAND,
+            remedy=_ONE_OR_BY_HAND,
             code="unsupported",
         )
     elif strategy.endswith("DeepSpeedStrategy"):

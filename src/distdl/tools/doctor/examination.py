@@ -44,8 +44,8 @@ def examine(
     Args:
         expect: GB/s that a link between two hosts (on one host: of two ranks) should have; None:
             what the launcher knows of its VM size, if anything.
-        alone: Whether nothing follows, so that the table of all checks is printed; else warnings
-            are logged.
+        alone: True: the examination is all that the job does, and the table of all checks is
+            printed. False: a training follows, and only warnings are logged.
 
     Returns:
         The numbers of checks that pass and warn, as `doctor/...`.

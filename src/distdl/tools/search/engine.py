@@ -240,7 +240,8 @@ class SearchEngine:
 
     def _asked(self, trial_id: int) -> tuple[bool, dict[str, Any]]:
         """Whether the pruner ends a trial, and what it would note about it. A pruner that finds its
-        own note answers about the next rung: so the answer is kept before the notes are."""
+        own note takes the trial for one of the next rung. So the answer is stored before the notes.
+        """
         notes: dict[str, Any] = {}
         study = copy.copy(self.study)
         study._storage = _Noting(self.study._storage, notes)  # type: ignore[assignment]
