@@ -52,6 +52,8 @@ def test_a_misspelt_option_that_is_required_is_named(capsys):
     assert "--sorce: is not an option of prepare folder [unknown-key]\n" in printed
     assert "did you mean: --source" in printed
     assert "prepare folder: missing: --source" in printed
+    assert command_line.main(["convert", "--", "--odd.ckpt"]) == 2
+    assert "--odd.ckpt" not in capsys.readouterr().err
 
 
 def test_every_verb_uses_that_parser():

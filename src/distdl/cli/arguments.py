@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -103,7 +104,8 @@ class Parser(argparse.ArgumentParser):
             yield from (self.unknown(word) for word in self._without_values(words))
         elif message.startswith(REQUIRED):
             names = message.removeprefix(REQUIRED)
-            yield from (self.unknown(word) for word in self.words if self._is_unknown(word))
+            before = itertools.takewhile(lambda word: word != "--", self.words)
+            yield from (self.unknown(word) for word in before if self._is_unknown(word))
             yield Problem(
                 self._verb(), what=f"missing: {names}", remedy=self.example(), code="missing-key"
             )
@@ -143,7 +145,7 @@ class Parser(argparse.ArgumentParser):
         """Whether a word is an option that neither is nor begins the name of one."""
         option = word.partition("=")[0]
         known = any(name.startswith(option) for name in self._option_string_actions)
-        return word.startswith("--") and word != "--" and not known
+        return word.startswith("--") and not known
 
     def _is_named(self, action: argparse.Action, name: str) -> bool:
         return name in (*action.option_strings, action.metavar, action.dest)

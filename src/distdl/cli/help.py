@@ -14,6 +14,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from distdl.config import compose, groups, user_conf
+from distdl.job import blamed
 from distdl.util.screen import escaped
 
 HEAD = """\
@@ -68,7 +69,10 @@ def of_launcher(overrides: Sequence[str], config_dirs: Sequence[str]) -> str:
     node = {str(key): value for key, value in written.items()}
     _, _, kind = launch.code_of(config)
     launcher = launch.adapted(kind)
-    about = launcher.about_settings() if launcher else {}
+    about: Mapping[str, str] = {}
+    if launcher:
+        with blamed(launcher, "about_settings"):
+            about = launcher.about_settings()
     option = [word for word in overrides if word.startswith("launcher=")][-1]
     first = _groups().get("launcher", {}).get(option.removeprefix("launcher="), "")
     parts = [f"{option}: {first}" if first else option, ""]

@@ -58,8 +58,10 @@ def repeated(typed: Sequence[Override]) -> list[str]:
 
 
 def asked_again(typed: Sequence[Override]) -> list[str]:
-    """As `repeated`, without the program that was started, which is remembered here."""
-    return repeated([each for each in typed if not programs.is_about(each.key_or_group)])
+    """As `repeated`, without the program that was started, which is remembered here, and without
+    deletions, which no resume takes."""
+    kept = [each for each in typed if not each.is_delete()]
+    return repeated([each for each in kept if not programs.is_about(each.key_or_group)])
 
 
 def _agreed(door: doors.Door, speaker: Speaker) -> bool:

@@ -110,9 +110,10 @@ def _classes(name: str, seen: set[str]) -> Iterator[ast.ClassDef]:
             )
     elif attribute in source.names:
         yield from _classes(source.names[attribute], seen)
-    else:
+    elif "." not in attribute:
         for module in source.all_of:
-            yield from _classes(f"{module}.{attribute}", seen)
+            if _source(module) is not None:
+                yield from _classes(f"{module}.{attribute}", seen)
 
 
 def _home(name: str) -> tuple[_Source | None, str]:
@@ -137,10 +138,16 @@ class _Source:
 
     def add_class(self, cls: ast.ClassDef, outer: str = "") -> None:
         """A class, and those in its body."""
-        self.classes.setdefault(f"{outer}{cls.name}", cls)
+        self.classes[f"{outer}{cls.name}"] = cls
         for inner in cls.body:
             if isinstance(inner, ast.ClassDef):
                 self.add_class(inner, f"{outer}{cls.name}.")
+
+    def add_name(self, name: str, meaning: str, guarded: bool) -> None:
+        """What a name stands for. Of several in `if` or `try` the first whose module is there."""
+        known = self.names.get(name) if guarded else None
+        if known is None or not (_file(known) or _file(known.rpartition(".")[0])):
+            self.names[name] = meaning
 
     def meaning(self, expression: ast.expr) -> str:
         """The dotted name, from the top, that `Base` or `module.Base` stands for."""
@@ -150,8 +157,8 @@ class _Source:
 
 def _source(module: str) -> _Source | None:
     """The source of a module; None if it has none that is Python."""
-    file = _file(module)
     try:
+        file = _file(module)
         return _read(module, file, file.stat().st_mtime_ns) if file else None
     except (OSError, SyntaxError, ValueError):  # validation reports it, with its line
         return None
@@ -163,35 +170,37 @@ def _read(module: str, file: Path, changed: int) -> _Source:
     tree = ast.parse(file.read_bytes())
     package = module if file.name == "__init__.py" else module.rpartition(".")[0]
     source = _Source(module)
-    for statement in _statements(tree.body):
+    for statement, guarded in _statements(tree.body):
         if isinstance(statement, ast.ClassDef):
-            source.add_class(statement)
+            if not guarded or statement.name not in source.classes:
+                source.add_class(statement)
         elif isinstance(statement, ast.Import):
             for alias in statement.names:
                 top = alias.name.partition(".")[0]
-                source.names[alias.asname or top] = alias.name if alias.asname else top
+                meaning = alias.name if alias.asname else top
+                source.add_name(alias.asname or top, meaning, guarded)
         elif isinstance(statement, ast.ImportFrom):
             home = _absolute(statement, package)
             for alias in statement.names:
                 if alias.name == "*":
                     source.all_of.append(home)
                 else:
-                    source.names.setdefault(alias.asname or alias.name, f"{home}.{alias.name}")
+                    source.add_name(alias.asname or alias.name, f"{home}.{alias.name}", guarded)
         elif isinstance(statement, ast.Assign) and isinstance(statement.value, _NAME):
             for target in statement.targets:
                 source.names[ast.unparse(target)] = source.meaning(statement.value)
     return source
 
 
-def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """The statements of a module, also those in `if`, `try` and `with`."""
+def _statements(body: Sequence[ast.stmt], guarded: bool = False) -> Iterator[tuple[ast.stmt, bool]]:
+    """The statements of a module, and whether each is in an `if`, `try` or `with`."""
     for statement in body:
-        yield statement
+        yield statement, guarded
         if isinstance(statement, ast.If | ast.Try | ast.With):
             for part in ("body", "handlers", "orelse", "finalbody"):
                 for inner in getattr(statement, part, ()):
                     within = inner.body if isinstance(inner, ast.ExceptHandler) else [inner]
-                    yield from _statements(within)
+                    yield from _statements(within, guarded=True)
 
 
 def _absolute(statement: ast.ImportFrom, package: str) -> str:

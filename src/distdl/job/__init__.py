@@ -4,7 +4,7 @@ A launcher turns a `JobSpec` into a `Request` that can be printed, and a request
 can be watched. Before that, the run has been composed, validated and frozen.
 """
 
-from distdl.job.adapter import adapted_job, adapted_launcher, is_launcher
+from distdl.job.adapter import adapted_job, adapted_launcher, blamed, is_launcher
 from distdl.job.base import Job, JobBase, Launcher, LauncherBase, Request
 from distdl.job.spec import (
     VERDICTS,
@@ -43,6 +43,7 @@ __all__ = [
     "Resources",
     "adapted_job",
     "adapted_launcher",
+    "blamed",
     "is_launcher",
     "is_value",
     "unprintable",

@@ -1,6 +1,5 @@
-"""Launchers and jobs of somebody's own: one that does not derive from the base classes gets the
-defaults here, so that everything else may rely on each member, and a launcher's member that raises
-is a refusal that names it."""
+"""Launchers and jobs of somebody's own that do not derive from the base classes: they get the
+defaults here, so that everything else may rely on each member."""
 
 from __future__ import annotations
 
@@ -8,20 +7,14 @@ import functools
 import inspect
 import traceback
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeGuard
 
 from distdl.job.base import Job, JobBase, LauncherBase
 from distdl.util.errors import UserError
 
 REQUIRED = ("request", "submit", "attach")
-# What a launcher's class is asked before there is an object. `check` has a guard of its own
-# (`distdl.validation.own_checks`).
-OF_THE_CLASS = {
-    name
-    for name, member in vars(LauncherBase).items()
-    if isinstance(member, staticmethod | classmethod) and name != "check"
-}
 
 
 def is_launcher(thing: object) -> TypeGuard[type]:
@@ -34,46 +27,17 @@ def is_launcher(thing: object) -> TypeGuard[type]:
 
 @functools.cache
 def adapted_launcher(kind: type) -> type[LauncherBase[Any]]:
-    """The class of a launcher. If it is not one of distdl's, a class of the same name that has its
-    members, and the defaults for all others. One of its members that raises is refused by name."""
-    if kind.__module__.startswith("distdl.launchers."):
+    """The class of a launcher; if it does not derive from LauncherBase, a class of the same name
+    that has its members, and the defaults for all others."""
+    if issubclass(kind, LauncherBase):
         return kind
-    own: Any = kind
-    members: dict[str, Any] = {
+    named = {
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
         "__doc__": kind.__doc__,
-        "request": _guarded(kind, "request", own.request),
     }
-    for name in OF_THE_CLASS & {*dir(kind)}:
-        member = inspect.getattr_static(kind, name)
-        if member is not inspect.getattr_static(LauncherBase, name):
-            members[name] = staticmethod(_guarded(kind, name, getattr(kind, name)))
-    bases = (kind,) if issubclass(kind, LauncherBase) else (kind, LauncherBase)
-    return types.new_class(kind.__name__, bases, exec_body=lambda body: body.update(members))
-
-
-def _guarded(kind: type, name: str, member: Callable[..., Any]) -> Callable[..., Any]:
-    """Calls a member of a launcher's class, and refuses it if it raises."""
-    needs_object = name in OF_THE_CLASS and inspect.isfunction(inspect.getattr_static(kind, name))
-
-    def call(*arguments: object) -> object:
-        try:
-            answer = member(*arguments)
-            return [*answer] if name == "notes" else answer
-        except UserError:
-            raise
-        except Exception as error:  # somebody's own code
-            frame = traceback.extract_tb(error.__traceback__)[-1]
-            remedy = f"see {frame.filename}, line {frame.lineno}"
-            if needs_object:
-                remedy = (
-                    "write @staticmethod above it: the class is asked before there is an object"
-                )
-            what = f"{kind.__qualname__}.{name} failed: {type(error).__name__}: {error}"
-            raise UserError.at("launcher", what=what, remedy=remedy, code="failed") from error
-
-    return call
+    bases = (kind, LauncherBase)
+    return types.new_class(kind.__name__, bases, exec_body=lambda body: body.update(named))
 
 
 def adapted_job(job: Job) -> JobBase:
@@ -117,3 +81,26 @@ class AdaptedJob(JobBase):
 # What a job may have itself. Several jobs are asked at once by their class.
 OF_A_JOB = {name for name in vars(JobBase) if not name.startswith("_")}
 OF_A_JOB -= {"ask", "ask_each", "is_remote"}
+
+
+@contextmanager
+def blamed(launcher: type, member: str) -> Iterator[None]:
+    """Refuses a launcher of somebody's own whose member, called inside, raises: by its name."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # somebody's own code
+        if launcher.__module__.startswith("distdl.launchers."):
+            raise
+        frames = traceback.extract_tb(error.__traceback__)
+        _, *own = [each for each in frames if each.filename != __file__]  # behind the call itself
+        remedy = f"docs/own_launcher.md shows how {member} is written"
+        if own:
+            remedy = f"see {own[-1].filename}, line {own[-1].lineno}"
+        raise UserError.at(
+            "launcher",
+            what=f"{launcher.__qualname__}.{member} failed: {type(error).__name__}: {error}",
+            remedy=remedy,
+            code="failed",
+        ) from error

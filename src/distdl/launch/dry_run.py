@@ -13,7 +13,7 @@ from typing import Any
 
 from distdl.config import batches, degrees, programs, task_facts
 from distdl.config.recipe import plain
-from distdl.job import LauncherBase
+from distdl.job import LauncherBase, blamed
 from distdl.launch import program_checks, submitting
 from distdl.launch.answers import ShownRequest
 from distdl.launch.planning import Plan
@@ -54,7 +54,8 @@ def _parts(planned: Plan) -> tuple[str, str]:
     unset = submitting.unset_names(planned)
     code = submitting.snapshot_of(planned)
     launcher = _launcher(planned)
-    request = launcher.request(*submitting.specs_of([planned], [attempt]))
+    request = submitting.request_for(launcher, submitting.specs_of([planned], [attempt]))
+    assert request is not None  # it is for one run
     files = write_files(planned, launcher, code)
     size = planned.resources
     batch = ""
@@ -127,7 +128,8 @@ def show_sweep(planned: Sequence[Plan], names: Sequence[str]) -> str:
 
 def settings(launcher: LauncherBase[Any]) -> Iterator[str]:
     """What each setting does that differs from its default, as far as the launcher says so."""
-    about = launcher.about_settings()
+    with blamed(type(launcher), "about_settings"):
+        about = launcher.about_settings()
     for key in launcher.changed_settings():
         if sentence := about.get(key, "").partition("\n")[0]:
             yield f"setting    launcher.{key}: {sentence}"
@@ -154,7 +156,7 @@ def write_files(planned: Plan, launcher: LauncherBase[Any], code: Snapshot | Non
             code="exists-already",
         )
     (spec,) = submitting.specs_of([planned], [submitting.next_attempt(planned)])
-    request: Any = launcher.request(replace(spec, bundle="bundle"))
+    request: Any = submitting.request_for(launcher, [replace(spec, bundle="bundle")])
     with ExitStack() as stack:
         stack.enter_context(submitting.must_be_written("launcher.files", target.parent))
         target.parent.mkdir(parents=True, exist_ok=True)

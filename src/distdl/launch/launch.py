@@ -16,7 +16,7 @@ from distdl.config import programs, resources
 from distdl.config import recipe as configs
 from distdl.config.own_code import make_importable, own_folders
 from distdl.config.schema import Size
-from distdl.job import LauncherBase, Resources, adapted_launcher, is_launcher
+from distdl.job import LauncherBase, Resources, adapted_launcher, blamed, is_launcher
 from distdl.launch import checkpoint_checks, jobs, program_checks
 from distdl.runs import provenance
 from distdl.runs.directory import RunDirectory
@@ -176,7 +176,10 @@ def checked_size(
     size, uncounted, known = None, None, None
     try:
         trainer = configs.plain(config.trainer)
-        known = launcher.devices(written.get("launcher") or {}) if launcher else None
+        known = None
+        if launcher:
+            with blamed(launcher, "devices"):
+                known = launcher.devices(written.get("launcher") or {})
         size = resources.resolve(Size.of(trainer), local=is_local(config), known=known)
     except UserError as error:
         if notes := "; ".join(notes_of(launcher, config)):
@@ -234,7 +237,8 @@ def notes_of(launcher: type[LauncherBase[Any]] | None, config: DictConfig) -> li
         return []
     where = OmegaConf.to_container(config, resolve=False)
     assert isinstance(where, dict)
-    return [*launcher.notes(where["launcher"])]
+    with blamed(launcher, "notes"):
+        return [*launcher.notes(where["launcher"])]
 
 
 def is_local(config: DictConfig) -> bool:

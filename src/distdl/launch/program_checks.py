@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from distdl.config import programs
 from distdl.config import recipe as configs
 from distdl.config.schema import Program
-from distdl.job import LauncherBase, Resources
+from distdl.job import LauncherBase, Resources, blamed
 from distdl.runs.directory import RunDirectory
 from distdl.util.errors import Problem
 from distdl.util.suggest import closest
@@ -81,7 +81,10 @@ def problems(
     else:
         yield from command_problems(program.command, folder, local)
     yield from framework_problems(program, node, launcher, size)
-    why = launcher.loses_store(node) if launcher is not None else ""
+    why = ""
+    if launcher is not None:
+        with blamed(launcher, "loses_store"):
+            why = launcher.loses_store(node)
     if why and node.get("max_attempts") and program.checkpoints is None:
         what = f"launcher.max_attempts={node['max_attempts']} needs a place that lasts: {why}"
         remedy = (

@@ -5,13 +5,13 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import replace
 
 from distdl.config import recipe as configs
 from distdl.incident import incident
 from distdl.job import JobBase, JobState
 from distdl.launch import following, left_out, progress_events, submitting, would_fit
-from distdl.launch.answers import ended
+from distdl.launch.answers import RunState, ended
 from distdl.launch.planning import Plan, never_trained, with_choices
 from distdl.launch.retrying import Retries
 from distdl.runs.directory import Attempt, shown
@@ -28,7 +28,13 @@ def answer(planned: Plan, command: Sequence[str]) -> Answer:
         code = start(planned, command)
     last = planned.run.last_attempt()
     failure = last.first_error() if last is not None and code == EXIT_REFUSED else None
-    return Answer(partial(ended, planned.run), code, problems(failure) if failure else ())
+
+    def state() -> RunState:
+        found = ended(planned.run)
+        bare = f"python -m distdl resume {shlex.quote(shown(planned.run.path))}"
+        return replace(found, next=planned.resume_command()) if found.next == bare else found
+
+    return Answer(state, code, problems(failure) if failure else ())
 
 
 def start(planned: Plan, command: Sequence[str]) -> int:
@@ -117,4 +123,5 @@ def report_failure(attempt: Attempt) -> None:
     if report := incident.write(attempt):
         say(incident.head(report, command=False), to=sys.stderr)
     elif (first := attempt.first_error()) and first["rank"] != 0:  # refused
-        say(f"rank {first['rank']} failed first: {describe(first)}", to=sys.stderr)
+        refused = "\n".join(problem.shown() for problem in problems(first))
+        say(f"rank {first['rank']} failed first: {refused or describe(first)}", to=sys.stderr)

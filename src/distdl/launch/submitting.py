@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from distdl.config import batches, consent, programs
 from distdl.config import recipe as configs
 from distdl.config.own_code import python_path
-from distdl.job import JobBase, JobSpec, JobState, LauncherBase, Request, adapted_job
+from distdl.job import JobBase, JobSpec, JobState, LauncherBase, Request, adapted_job, blamed
 from distdl.launch import jobs
 from distdl.launch.planning import Plan, refuse_second
 from distdl.ranks import scratch, stopping
@@ -87,12 +87,15 @@ def _submit(
     return pairs
 
 
-def request_for(launcher: LauncherBase[Any], specs: list[JobSpec], sweep: bool) -> Request | None:
+def request_for(
+    launcher: LauncherBase[Any], specs: Sequence[JobSpec], sweep: bool = False
+) -> Request | None:
     """The request for one attempt, or that for a sweep, if the launcher makes one."""
-    if sweep:
-        return launcher.request_sweep(specs)
-    (spec,) = specs
-    return launcher.request(spec)
+    with blamed(type(launcher), "request_sweep" if sweep else "request"):
+        if sweep:
+            return launcher.request_sweep(specs)
+        (spec,) = specs
+        return launcher.request(spec)
 
 
 def same_launcher(planned: Sequence[Plan]) -> bool:

@@ -51,8 +51,9 @@ def build_and_run(config: DictConfig, context: RankContext) -> dict[str, float]:
     task = configured_task(config)
     if not task.needs_build:
         found = task.run(Unbuilt(config, context)) or {}
-        if found and context.environment.rank == 0:
-            say(f"done    {summary.result_of(found)}")
+        result = summary.result_of(found)
+        if result and context.environment.rank == 0:
+            say(f"done    {result}")
         return found
     examine(config, context)
     checkpoint = starting_point(config, context)

@@ -96,10 +96,11 @@ def parameters_of(module: nn.Module) -> dict[str, int]:
     return {"total": sum(n for n, _ in sizes), "trainable": sum(n for n, learns in sizes if learns)}
 
 
-def result_of(metrics: Mapping[str, float]) -> str:
+def result_of(metrics: Mapping[str, object]) -> str:
     """The metrics in a line, without those of the speed."""
     values = {k: v for k, v in metrics.items() if not k.startswith(("perf/", "epoch"))}
-    return "  ".join(f"{k} {v:.4g}" for k, v in sorted(values.items()))
+    shown = {k: f"{v:.4g}" if isinstance(v, int | float) else str(v) for k, v in values.items()}
+    return "  ".join(f"{k} {v}" for k, v in sorted(shown.items()))
 
 
 def print_end(

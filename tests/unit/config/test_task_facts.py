@@ -42,7 +42,17 @@ except ImportError:
             examines = True
 if True:
     from .base import *
+from .broken import *
+from .nowhere import *
+try:
+    from nowhere import Measures as Measured
+except ImportError:
+    from .base import Measures as Measured
 class OfAll(Starred): ...
+class OfThere(Measured): ...
+class Twice(Base): ...
+class Twice(Base):
+    examines = True
 """
 PROJECT = {
     "mine/__init__.py": "",
@@ -74,6 +84,9 @@ mine.tasks.Both | trains needs_build calls
 mine.tasks.Tried | evaluates
 mine.tasks.Tried.Inner | examines
 mine.tasks.OfAll | trains
+mine.tasks.OfThere | evaluates
+mine.tasks.Twice | examines
+mine.tasks.nowhere.Absent | -
 mine.tasks.function | -
 mine.tasks.Absent | -
 mine.broken.Broken | -

@@ -65,6 +65,7 @@ def test_what_continues_a_run_has_the_words_that_only_the_user_may_say(tmp_path,
         "launcher.hosts=[localhost]",
         "launcher.python=python3 -s",
         "project.allow=[mine]",
+        "~launcher.env",
         "trainer.accelerator=cpu",
         "trainer.devices=1",
     ]

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 from distdl.config.own_code import make_importable
-from distdl.job import adapted_launcher, is_launcher
+from distdl.job import adapted_launcher, blamed, is_launcher
 from distdl.tools.editor.algebra import Schema, described, or_node, united, written
 from distdl.util import lightning_names
 from distdl.util.imports import no_exit
@@ -137,7 +137,9 @@ def _taken(target: str, called: object) -> Arguments:
         keys |= {name: {} for name in further if name not in keys}
         more = False
     if inspect.isclass(called) and is_launcher(called):
-        about = adapted_launcher(called).about_settings()
+        launcher = adapted_launcher(called)
+        with blamed(launcher, "about_settings"):
+            about = launcher.about_settings()
         keys = {name: described(each, about.get(name, "")) for name, each in keys.items()}
     return Arguments(keys, tuple(positional), more)
 
