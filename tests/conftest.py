@@ -10,6 +10,7 @@ import gc
 import io
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -249,12 +250,15 @@ def trained(*arguments: str, cwd: Path) -> str:
 
 
 def free_port() -> int:
-    """A port that is free, and so is the next one, where ranks without a store agree."""
-    with socket.socket() as one, socket.socket() as two, suppress(OSError, OverflowError):
-        one.bind(("127.0.0.1", 0))
-        two.bind(("127.0.0.1", one.getsockname()[1] + 1))
-        return one.getsockname()[1]
-    return free_port()
+    """A port that is free, and so is the next one, where ranks without a store agree. No outgoing
+    connection takes it before it is used: Linux gives those the ports from 32768 on."""
+    while True:
+        # Not by a seed that a test has set: another process would draw the same.
+        port = random.SystemRandom().randrange(25000, 32000)
+        with socket.socket() as one, socket.socket() as two, suppress(OSError):
+            one.bind(("", port))
+            two.bind(("", port + 1))
+            return port
 
 
 def filled(value: Any, words: dict[str, str]) -> Any:
