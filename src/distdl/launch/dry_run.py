@@ -112,7 +112,8 @@ def show_sweep(planned: Sequence[Plan], names: Sequence[str]) -> str:
     if submitting.same_launcher(planned):
         launcher = _launcher(planned[0])
         attempts = [submitting.next_attempt(each) for each in planned]
-        request = launcher.request_sweep(submitting.specs_of(planned, attempts))
+        specs = submitting.specs_of(planned, attempts)
+        request = submitting.request_for(launcher, specs, sweep=True)
         if request is not None:
             numbered = (f"# {i}: {n}" for i, n in enumerate(names))
             text = escaped("\n".join([*numbered, request.render()]))
