@@ -48,8 +48,13 @@ try:
     from nowhere import Measures as Measured
 except ImportError:
     from .base import Measures as Measured
+try:
+    from .base import Measures as Here
+except ImportError:
+    from nowhere import Measures as Here
 class OfAll(Starred): ...
 class OfThere(Measured): ...
+class OfHere(Here): ...
 class Twice(Base): ...
 class Twice(Base):
     examines = True
@@ -85,6 +90,7 @@ mine.tasks.Tried | evaluates
 mine.tasks.Tried.Inner | examines
 mine.tasks.OfAll | trains
 mine.tasks.OfThere | evaluates
+mine.tasks.OfHere | evaluates
 mine.tasks.Twice | examines
 mine.tasks.nowhere.Absent | -
 mine.tasks.function | -

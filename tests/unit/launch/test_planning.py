@@ -72,5 +72,7 @@ def test_what_continues_a_run_has_the_words_that_only_the_user_may_say(tmp_path,
     config = compose.compose(words)
     planned = planning.Plan(launch.of(config, compose.typed(config)), config, RUN, "default/a b")
     command = planned.resume_command("trainer.max_epochs=4")
-    assert command.startswith("python -m distdl resume 'outputs/default/a b' trainer.max_epochs=4 ")
-    assert command.endswith(" 'launcher.python=python3 -s' 'project.allow=[mine]'")
+    assert command == (
+        "python -m distdl resume 'outputs/default/a b' trainer.max_epochs=4 "
+        "'launcher.python=python3 -s' 'project.allow=[mine]'"
+    )
